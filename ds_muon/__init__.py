@@ -1,0 +1,34 @@
+"""Muon for DeepSpeed ZeRO-1/2: ``import ds_muon``, then ``"optimizer": {"type": "DSMuon"}`` in the DeepSpeed config."""
+
+from ds_muon.config import DSMuonConfig, DSMuonConfigError
+from ds_muon.optimizer import DSMuon
+from ds_muon.orthogonalize import COEFFICIENTS, NewtonSchulz, orthogonalize, reference_newton_schulz
+from ds_muon.partition import FlatLayout, Plan, flat_layout, make_plan
+from ds_muon.refusals import DSMuonRefusal
+from ds_muon.registration import register
+from ds_muon.routing import Routing, RoutingError, route
+from ds_muon.update import muon_update
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "COEFFICIENTS",
+    "DSMuon",
+    "DSMuonConfig",
+    "DSMuonConfigError",
+    "DSMuonRefusal",
+    "FlatLayout",
+    "NewtonSchulz",
+    "Plan",
+    "Routing",
+    "RoutingError",
+    "flat_layout",
+    "make_plan",
+    "muon_update",
+    "orthogonalize",
+    "reference_newton_schulz",
+    "register",
+    "route",
+]
+
+register()

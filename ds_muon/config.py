@@ -1,0 +1,277 @@
+"""The optimizer section of ``ds_config.json`` as one validated, frozen model.
+
+Nothing is coerced: a string is not a number, an explicit 0 stays 0, and a key that has no effect is refused instead of
+ignored. ``DSMuonConfig.parse`` reports every problem of a section at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from ds_muon.orthogonalize.coefficients import COEFFICIENTS
+
+# A learning rate above this is meant for orthogonalized updates, not for AdamW.
+ADAM_LR_WARNING = 5e-3
+
+# The values of a key that this version can run; any other valid value is refused. To lift a refusal, remove its line.
+AVAILABLE: dict[str, tuple[Any, ...]] = {
+    "variant": ("muon",),
+    "beta2": (),  # means something with variant "normuon" only
+    "ns_backend": ("auto", "torch"),
+    "nan_guard": ("off",),
+    "grad_norm_skip_threshold": (None,),
+    "verify_every": (0,),
+}
+
+# "auto" is a choice of the user's here; anywhere else it is a blank that a trainer was to fill in.
+AUTO_IS_A_CHOICE = ("ns_dtype", "ns_backend")
+
+_ADAM_KEY = "belongs to DeepSpeed's Adam; the AdamW half is always decoupled AdamW with fp32 state; remove the key"
+UNKNOWN_KEY_HINTS = {
+    "per_head_muon": "is not available: a projection is orthogonalized as one matrix; remove the key",
+    "max_grad_norm": 'is not an optimizer key; remove it and set "gradient_clipping" at the top level of the config',
+    "adam_w_mode": _ADAM_KEY,
+    "torch_adam": _ADAM_KEY,
+    "fp32_optimizer_states": _ADAM_KEY,
+    "fused": "is not a key of DSMuon: the AdamW half always runs torch's fused AdamW; remove the key",
+    "backend": 'is not a key of DSMuon; for the Newton-Schulz backend set "ns_backend"',
+}
+
+# What is wrong, by pydantic's type of error. What to set instead is the description of the field.
+PROBLEMS = {
+    "bool_type": "is not true or false",
+    "finite_number": "is not finite",
+    "float_type": "is not a number",
+    "greater_than": "is out of range",
+    "greater_than_equal": "is out of range",
+    "int_type": "is not an integer",
+    "less_than": "is out of range",
+    "less_than_equal": "is out of range",
+    "literal_error": "is not one of the choices",
+    "string_too_short": "is empty",
+    "string_type": "is not a string",
+    "tuple_type": "is not a list",
+}
+
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Pattern = Annotated[str, Field(min_length=1)]
+_PATTERNS = 'a list of glob patterns on parameter names, such as ["*.router.weight"]'
+_RATE = "a number >= 0, such as "
+_LIKE_SHARED = ", or leave the key out to use the shared value"
+
+
+class DSMuonConfigError(ValueError):
+    """Every problem of one section, one line each."""
+
+
+class DSMuonConfig(BaseModel):
+    """All keys of ``optimizer.params``; see the README for their meaning.
+
+    A description completes the sentence "set ..." of an error message.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    lr: float = Field(0.02, ge=0, description=_RATE + "0.02")
+    muon_lr: float | None = Field(None, ge=0, description=_RATE + "0.02" + _LIKE_SHARED)
+    adam_lr: float | None = Field(None, ge=0, description=_RATE + "3e-4" + _LIKE_SHARED)
+    weight_decay: float = Field(0.0, ge=0, description=_RATE + "0.1")
+    muon_weight_decay: float | None = Field(None, ge=0, description=_RATE + "0.1" + _LIKE_SHARED)
+    adam_weight_decay: float | None = Field(None, ge=0, description=_RATE + "0.1" + _LIKE_SHARED)
+    momentum: Fraction = Field(0.95, description="a number from 0 to below 1, such as 0.95")
+    nesterov: bool = Field(True, description="true or false")
+    betas: tuple[Fraction, Fraction] = Field(
+        (0.9, 0.95), description="a pair of numbers from 0 to below 1, such as [0.9, 0.95]"
+    )
+    eps: float = Field(1e-8, ge=0, description=_RATE + "1e-8")
+    variant: Literal["muon", "normuon"] = Field("muon", description='"muon" or "normuon"')
+    beta2: Fraction = Field(0.95, description="a number from 0 to below 1, such as 0.95")
+    adjust_lr_fn: Literal["original", "match_rms_adamw", "none"] = Field(
+        "original", description='"original", "match_rms_adamw" or "none"'
+    )
+    ns_method: Literal["gram", "standard"] = Field("gram", description='"gram" or "standard"')
+    ns_steps: int = Field(5, ge=1, le=100, description="an integer from 1 to 100, such as 5")
+    ns_coefficients: str | tuple[tuple[float, float, float], ...] = Field(
+        "quintic", description=f"one of {', '.join(map(json.dumps, COEFFICIENTS))}, or a list of triples [a, b, c]"
+    )
+    ns_dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        "auto", description='"auto", "bfloat16", "float16" or "float32"'
+    )
+    ns_backend: Literal["auto", "torch", "triton"] = Field("auto", description='"auto", "torch" or "triton"')
+    ns_eps: Fraction = Field(1e-15, description="a number from 0 to below 1, such as 1e-15")
+    momentum_dtype: Literal["float32", "bfloat16"] = Field("float32", description='"float32" or "bfloat16"')
+    muon_params: tuple[Pattern, ...] = Field((), description=_PATTERNS)
+    adamw_params: tuple[Pattern, ...] = Field((), description=_PATTERNS)
+    nan_guard: Literal["off", "skip", "raise"] = Field("off", description='"off", "skip" or "raise"')
+    grad_norm_skip_threshold: float | None = Field(None, gt=0, description="a number > 0, or null")
+    clip_norm_scope: Literal["adamw", "all"] = Field("adamw", description='"adamw" or "all"')
+    verify_every: int = Field(0, ge=0, description="an integer >= 0")
+
+    @classmethod
+    def parse(cls, params: Mapping[str, Any], *, where: str = "optimizer.params") -> DSMuonConfig:
+        """Validate one section.
+
+        Args:
+            params: the section as read from JSON; not modified.
+            where: what to call the section in messages.
+
+        Raises:
+            DSMuonConfigError: one line "WHERE.KEY = VALUE: what is wrong; what to set instead" per problem.
+        """
+        if not isinstance(params, Mapping):
+            raise DSMuonConfigError(f"{where} = {_show(params)}: is not a JSON object; set one, such as {{}}")
+        try:
+            return cls.model_validate(dict(params))
+        except ValidationError as error:
+            raise DSMuonConfigError("\n".join(_line(where, details) for details in error.errors())) from None
+
+    @property
+    def resolved_muon_lr(self) -> float:
+        return self.lr if self.muon_lr is None else self.muon_lr
+
+    @property
+    def resolved_adam_lr(self) -> float:
+        return self.lr if self.adam_lr is None else self.adam_lr
+
+    @property
+    def resolved_muon_weight_decay(self) -> float:
+        return self.weight_decay if self.muon_weight_decay is None else self.muon_weight_decay
+
+    @property
+    def resolved_adam_weight_decay(self) -> float:
+        return self.weight_decay if self.adam_weight_decay is None else self.adam_weight_decay
+
+    def warnings(self) -> list[str]:
+        """What is valid but likely not meant, for whoever has AdamW parameters to log."""
+        if self.adam_lr is not None or self.lr <= ADAM_LR_WARNING:
+            return []
+        return [
+            f"optimizer.params.adam_lr is not set, so AdamW uses lr = {self.lr:g}, which is high for AdamW; "
+            f'set "adam_lr", such as 3e-4, or keep Muon\'s rate in "muon_lr": {self.resolved_muon_lr:g} and lower "lr"'
+        ]
+
+    @field_validator("betas", "muon_params", "adamw_params", mode="before")
+    @classmethod
+    def _list_to_tuple(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, str) and info.field_name != "betas":
+            raise _problem(f"is a string, not a list; set [{json.dumps(value)}]")
+        value = tuple(value) if isinstance(value, list) else value
+        if info.field_name == "betas" and isinstance(value, tuple) and len(value) != 2:
+            raise _problem(f"has {len(value)} entries; {_remedy('betas')}")
+        return value
+
+    @field_validator("ns_coefficients", mode="before")
+    @classmethod
+    def _known_name_or_triples(cls, value: Any) -> Any:
+        # Checked by hand: of a union, pydantic reports the errors of every member.
+        if isinstance(value, str):
+            if value in COEFFICIENTS:
+                return value
+            problem = "is not a table that DSMuon knows"
+        elif not isinstance(value, list | tuple):
+            problem = "is neither a name nor a list"
+        elif not value:
+            problem = "is empty"
+        elif not all(isinstance(triple, list | tuple) and len(triple) == 3 for triple in value):
+            problem = "has an entry that is not a triple"
+        elif not all(_is_finite_number(number) for triple in value for number in triple):
+            problem = "has an entry that is not a finite number"
+        else:
+            return tuple(tuple(triple) for triple in value)
+        raise _problem(f"{problem}; {_remedy('ns_coefficients')}")
+
+    # Below the other "before" validators, because pydantic runs the lowest one first.
+    @field_validator("*", mode="before")
+    @classmethod
+    def _auto_is_filled_in(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, str) and value == "auto" and info.field_name not in AUTO_IS_A_CHOICE:
+            raise _problem(
+                "is a blank that no trainer filled in (Hugging Face Trainer fills lr, weight_decay, betas and eps); "
+                + _remedy(str(info.field_name))
+            )
+        return value
+
+    @field_validator(*AVAILABLE)
+    @classmethod
+    def _available(cls, value: Any, info: ValidationInfo) -> Any:
+        key = str(info.field_name)
+        if value not in AVAILABLE[key]:
+            raise _problem(f"is not available in this version; {_remedy(key)}")
+        return value
+
+    @model_validator(mode="after")
+    def _uses_every_triple(self) -> DSMuonConfig:
+        given = len(self.ns_coefficients)
+        if not isinstance(self.ns_coefficients, str) and given > self.ns_steps:
+            raise _problem(f"is less than the {given} triples of ns_coefficients; set {given}, or list fewer triples")
+        return self
+
+
+def _is_finite_number(value: Any) -> bool:
+    # math.isfinite raises on an integer beyond the range of a float; NaN compares false.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _problem(text: str) -> PydanticCustomError:
+    """An error whose text says both what is wrong and what to set instead."""
+    return PydanticCustomError("ds_muon", "{text}", {"text": text})
+
+
+def _remedy(key: str) -> str:
+    if key not in AVAILABLE:
+        return f"set {DSMuonConfig.model_fields[key].description}"
+    return f"set {' or '.join(map(_show, AVAILABLE[key]))}" if AVAILABLE[key] else "remove the key"
+
+
+def _line(where: str, details: ErrorDetails) -> str:
+    location, value = details["loc"], details["input"]
+    if not location:  # the one check on two keys
+        location, value = ("ns_steps",), value.get("ns_steps", DSMuonConfig.model_fields["ns_steps"].default)
+    key = str(location[0]) + "".join(f"[{index}]" for index in location[1:])
+    return f"{where}.{key} = {_show(value)}: {_explain(str(location[0]), details)}"
+
+
+def _explain(key: str, details: ErrorDetails) -> str:
+    kind, value = details["type"], details["input"]
+    if kind == "ds_muon":
+        return details["msg"]
+    if key not in DSMuonConfig.model_fields:
+        return _explain_unknown(key)
+    if kind in ("float_type", "int_type") and isinstance(value, str) and _reads_as_number(value):
+        return f"is a string, not a number; set {value.strip()} without quotes"
+    problem = PROBLEMS.get(kind, details["msg"])
+    if value is None:
+        problem += " (leave the key out for the default)"
+    return f"{problem}; {_remedy(key)}"
+
+
+def _explain_unknown(key: str) -> str:
+    if key in UNKNOWN_KEY_HINTS:
+        return UNKNOWN_KEY_HINTS[key]
+    near = difflib.get_close_matches(key.lower(), DSMuonConfig.model_fields, n=2, cutoff=0.6)
+    if near:
+        return f"is not a key of DSMuon; did you mean {' or '.join(map(json.dumps, near))}?"
+    return f"is not a key of DSMuon; remove it, or use one of {', '.join(DSMuonConfig.model_fields)}"
+
+
+def _reads_as_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _show(value: Any) -> str:
+    """As it stands in the JSON file, where it can."""
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError):
+        return repr(value)

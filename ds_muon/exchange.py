@@ -1,0 +1,103 @@
+"""Slices of straddling matrices to their owners, and slices of the results back: one collective each way per group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_muon.partition import GroupPlan, Matrix, Slice
+
+# For each rank, the slices that go to it or come from it, in packing order.
+_Routes = tuple[tuple[tuple[Matrix, Slice], ...], ...]
+
+
+class StraddlerExchange:
+    """Moves the straddling matrices of one param group between the ranks that hold them and those that own them.
+
+    Every rank of the process group must call ``gather`` and then ``scatter``, also one that holds nothing of the
+    group: it sends and receives nothing, but takes part. Where no matrix straddles, nobody communicates.
+
+    Args:
+        plan: the group's plan, the same on every rank.
+        rank: this rank within ``process_group``.
+        process_group: the ranks that share the group; None for the default group.
+    """
+
+    def __init__(self, plan: GroupPlan, rank: int, process_group: dist.ProcessGroup | None) -> None:
+        self.owned = plan.owned_straddlers(rank)
+        """Straddling matrices that this rank orthogonalizes, in the order of ``gather``'s result."""
+        self._active = bool(plan.straddlers)
+        self._process_group = process_group
+        self._outgoing = plan.outgoing(rank)
+        self._incoming = plan.incoming(rank)
+        self._kept = tuple((m, piece) for m in self.owned for piece in m.slices if piece.rank == rank)
+
+    def gather(self, partition: Tensor) -> list[Tensor]:
+        """Reassemble the straddling matrices this rank owns.
+
+        Args:
+            partition: (partition_size,) this rank's piece of the flat buffer; not modified.
+
+        Returns:
+            One (rows, cols) tensor of the partition's dtype per matrix of ``owned``.
+        """
+        if not self._active:
+            return []
+        full = {matrix.name: partition.new_empty(matrix.rows * matrix.cols) for matrix in self.owned}
+        for matrix, piece in self._kept:
+            _of_matrix(full[matrix.name], piece).copy_(_of_partition(partition, piece))
+        packed = _pack([_of_partition(partition, piece) for _, piece in _flat(self._outgoing)], like=partition)
+        received = self._all_to_all(packed, self._outgoing, self._incoming)
+        _unpack(received, [_of_matrix(full[matrix.name], piece) for matrix, piece in _flat(self._incoming)])
+        return [full[matrix.name].view(matrix.rows, matrix.cols) for matrix in self.owned]
+
+    def scatter(self, outputs: Sequence[Tensor], partition: Tensor, dtype: torch.dtype) -> None:
+        """Give every holder its slice of each result.
+
+        Args:
+            outputs: one (rows, cols) tensor of ``dtype`` per matrix of ``owned``.
+            partition: (partition_size,) overwritten where this rank holds slices of straddling matrices.
+            dtype: of the outputs, and on the wire; the same on every rank.
+        """
+        if not self._active:
+            return
+        full = {matrix.name: output.reshape(-1) for matrix, output in zip(self.owned, outputs, strict=True)}
+        for matrix, piece in self._kept:
+            _of_partition(partition, piece).copy_(_of_matrix(full[matrix.name], piece))
+        leaving = [_of_matrix(full[matrix.name], piece) for matrix, piece in _flat(self._incoming)]
+        packed = _pack(leaving, like=partition.new_empty(0, dtype=dtype))
+        received = self._all_to_all(packed, self._incoming, self._outgoing)
+        _unpack(received, [_of_partition(partition, piece) for _, piece in _flat(self._outgoing)])
+
+    def _all_to_all(self, packed: Tensor, sent: _Routes, received: _Routes) -> Tensor:
+        # As bytes, so that every backend carries every dtype.
+        item = packed.element_size()
+        sizes_in = [item * sum(piece.numel for _, piece in route) for route in sent]
+        sizes_out = [item * sum(piece.numel for _, piece in route) for route in received]
+        output = torch.empty(sum(sizes_out), dtype=torch.uint8, device=packed.device)
+        dist.all_to_all_single(output, packed.view(torch.uint8), sizes_out, sizes_in, group=self._process_group)
+        return output.view(packed.dtype)
+
+
+def _of_matrix(flat_matrix: Tensor, piece: Slice) -> Tensor:
+    return flat_matrix.narrow(0, piece.start, piece.numel)
+
+
+def _of_partition(partition: Tensor, piece: Slice) -> Tensor:
+    return partition.narrow(0, piece.offset, piece.numel)
+
+
+def _pack(pieces: Sequence[Tensor], *, like: Tensor) -> Tensor:
+    return torch.cat(list(pieces)) if pieces else like.new_empty(0)
+
+
+def _unpack(packed: Tensor, targets: Sequence[Tensor]) -> None:
+    for target, piece in zip(targets, torch.split(packed, [target.numel() for target in targets]), strict=True):
+        target.copy_(piece)
+
+
+def _flat(routes: _Routes) -> list[tuple[Matrix, Slice]]:
+    return [entry for route in routes for entry in route]

@@ -1,0 +1,122 @@
+"""DSMuon: the torch optimizer that owns the state of both halves and applies their updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from ds_muon.config import DSMuonConfig
+from ds_muon.routing import Routing
+from ds_muon.update import advance_momentum_
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class DSMuon(Optimizer):
+    """Muon for matrices, AdamW for the rest, on ZeRO's flat partitions.
+
+    ZeRO replaces the parameters of every group with this rank's piece of the group's flat fp32 weights, so all state
+    is one flat tensor per group: ``momentum_buffer`` for Muon; ``exp_avg``, ``exp_avg_sq`` and ``step`` for AdamW,
+    whose arithmetic is ``torch.optim.AdamW``'s own (fused where torch has it for the device).
+
+    Args:
+        param_groups: dicts as ``routing.split_param_groups`` makes them: Muon groups first, each with ``use_muon``.
+        config: the validated ``optimizer.params`` of the DeepSpeed config.
+        routing: which half every parameter went to, and why.
+
+    Made by DeepSpeed from ``"optimizer": {"type": "DSMuon"}``; it does nothing sensible outside a ZeRO optimizer.
+    """
+
+    def __init__(self, param_groups: list[dict[str, Any]], config: DSMuonConfig, routing: Routing) -> None:
+        super().__init__(param_groups, defaults={"lr": config.lr, "weight_decay": config.weight_decay})
+        self.config = config
+        self.routing = routing
+        self._adamw: torch.optim.AdamW | None = None
+
+    @property
+    def adamw_groups(self) -> list[dict[str, Any]]:
+        return [group for group in self.param_groups if not group["use_muon"]]
+
+    def init_state(self) -> None:
+        """Allocate all state as zeros, once the groups hold their flat partitions.
+
+        ZeRO links state tensors to model parameters only once, so they must exist before the first step and be
+        written in place ever after.
+        """
+        for group in self.param_groups:
+            for p in group["params"]:
+                if group["use_muon"]:
+                    dtype = _DTYPES[self.config.momentum_dtype]
+                    self.state[p] = {"momentum_buffer": torch.zeros_like(p, dtype=dtype, requires_grad=False)}
+                else:
+                    self.state[p] = {
+                        "step": torch.zeros((), dtype=torch.float32, device=p.device),
+                        "exp_avg": torch.zeros_like(p, requires_grad=False),
+                        "exp_avg_sq": torch.zeros_like(p, requires_grad=False),
+                    }
+        if self.adamw_groups:
+            self._adamw = _adamw_of(self.adamw_groups)
+            for group in self.adamw_groups:
+                for key, value in self._adamw.defaults.items():
+                    group.setdefault(key, value)
+
+    def advance_momentum_(self, group_index: int, gradient: Tensor) -> None:
+        """Move the momentum of a Muon group by one averaged, unscaled gradient and turn the gradient into U in place.
+
+        Args:
+            group_index: a Muon group.
+            gradient: (partition_size,) fp32; overwritten.
+        """
+        group = self.param_groups[group_index]
+        (p,) = group["params"]
+        momentum_buffer = self.state[p]["momentum_buffer"]
+        advance_momentum_(gradient, momentum_buffer, momentum=group["momentum"], nesterov=group["nesterov"])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Apply what has been staged in ``.grad``: the update ``s O`` of Muon groups, the gradient of AdamW groups.
+
+        Moves every group that has a ``.grad``; the ``.grad`` of Muon groups is used up.
+        """
+        if closure is not None:
+            raise ValueError("DSMuon.step takes no closure: its gradients come from the ZeRO optimizer")
+        for group in self.param_groups:
+            if group["use_muon"]:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        if group["weight_decay"] != 0:
+                            p.mul_(1 - group["lr"] * group["weight_decay"])
+                        p.sub_(p.grad.mul_(group["lr"]))
+        if self._adamw is not None:
+            # A trainer may have given this optimizer new lists since the last step; the dicts in them are shared.
+            self._adamw.param_groups, self._adamw.state = self.adamw_groups, self.state
+            self._adamw.step()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load in place: the tensors that ZeRO has linked to parameters stay the ones in use."""
+        linked = {p: dict(self.state[p]) for group in self.param_groups for p in group["params"]}
+        super().load_state_dict(state_dict)
+        for p, tensors in linked.items():
+            loaded = self.state[p]
+            if loaded.keys() != tensors.keys():
+                raise ValueError(
+                    f"the checkpoint's optimizer state has {sorted(loaded)}, this optimizer has {sorted(tensors)}: "
+                    "it was saved by another optimizer or variant. Load it with load_optimizer_states=False"
+                )
+            for key, tensor in tensors.items():
+                tensor.copy_(loaded[key])
+            self.state[p] = tensors
+
+
+def _adamw_of(groups: list[dict[str, Any]]) -> torch.optim.AdamW:
+    try:
+        return torch.optim.AdamW(groups, fused=True)
+    except RuntimeError:
+        # torch has no fused AdamW for this device.
+        for group in groups:
+            group.pop("fused", None)
+        return torch.optim.AdamW(groups)

@@ -1,0 +1,128 @@
+"""Orthogonalization of matrices: one entry point, ``orthogonalize``, over the backends in this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ds_muon.orthogonalize import newton_schulz
+from ds_muon.orthogonalize.coefficients import COEFFICIENTS, CoefficientTable, Triple, schedule
+from ds_muon.orthogonalize.reference import reference_newton_schulz
+from ds_muon.orthogonalize.torch_backend import TorchOperations, exact_products
+
+__all__ = [
+    "COEFFICIENTS",
+    "CoefficientTable",
+    "NewtonSchulz",
+    "Triple",
+    "orthogonalize",
+    "reference_newton_schulz",
+    "schedule",
+]
+
+# Upper bound of the temporaries of one batch, in bytes. A larger batch is worked off in chunks.
+WORKSPACE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class NewtonSchulz:
+    """Settings of the iteration, resolved for one device.
+
+    Attributes:
+        triples: coefficients of each step.
+        method: ``"gram"`` or ``"standard"``, see ``newton_schulz.uses_gram``.
+        dtype: dtype of the iteration and of its result.
+        eps: guards the division by a zero norm, and nothing else.
+    """
+
+    triples: tuple[Triple, ...]
+    method: str
+    dtype: torch.dtype
+    eps: float
+
+    @classmethod
+    def resolve(
+        cls,
+        device: torch.device,
+        *,
+        ns_steps: int = 5,
+        ns_method: str = "gram",
+        ns_coefficients: str | Sequence[Sequence[float]] = "quintic",
+        ns_dtype: str = "auto",
+        ns_eps: float = 1e-15,
+    ) -> NewtonSchulz:
+        """Settle ``"auto"``: fp16 on accelerators, where it costs what bf16 costs with 8 times less error, else fp32.
+
+        Raises:
+            ValueError: an unknown method, dtype or coefficient table, naming the key and its value.
+        """
+        if ns_method not in ("gram", "standard"):
+            raise ValueError(f'ns_method = {ns_method!r}: choose "gram" or "standard"')
+        dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+        dtypes["auto"] = torch.float32 if device.type == "cpu" else torch.float16
+        if ns_dtype not in dtypes:
+            raise ValueError(f"ns_dtype = {ns_dtype!r}: choose one of {sorted(dtypes)}")
+        return cls(schedule(ns_coefficients, ns_steps), ns_method, dtypes[ns_dtype], ns_eps)
+
+    def cost(self, rows: int, cols: int) -> int:
+        """Floating-point operations for one (rows, cols) matrix."""
+        return newton_schulz.flops(rows, cols, steps=len(self.triples), method=self.method)
+
+
+def orthogonalize(matrices: Sequence[Tensor], settings: NewtonSchulz) -> list[Tensor]:
+    """Newton-Schulz of every matrix; those of one shape run as one batch.
+
+    Args:
+        matrices: (rows, cols) fp32 tensors on one device; never modified, and may be views of one buffer.
+        settings: see ``NewtonSchulz``.
+
+    Returns:
+        One (rows, cols) tensor of dtype ``settings.dtype`` per input, in order. A zero matrix gives exact zeros.
+
+    The result of a matrix does not depend on what shares its batch: on CPU every matrix is a batch of its own, with
+    the same memory alignment; on GPUs that rests on the vendor's batched product (see the README for where it holds).
+    """
+    outputs: dict[int, Tensor] = {}
+    by_shape: dict[torch.Size, list[int]] = {}
+    for index, matrix in enumerate(matrices):
+        by_shape.setdefault(matrix.shape, []).append(index)
+    exact = exact_products() if settings.dtype == torch.float32 else nullcontext()
+    with torch.no_grad(), exact:
+        for indices in by_shape.values():
+            for chunk in _chunks(indices, matrices[indices[0]], settings.dtype):
+                outputs.update(zip(chunk, _orthogonalize_batch([matrices[i] for i in chunk], settings), strict=True))
+    return [outputs[index] for index in range(len(matrices))]
+
+
+def _orthogonalize_batch(matrices: Sequence[Tensor], settings: NewtonSchulz) -> Sequence[Tensor]:
+    rows, cols = matrices[0].shape
+    x = _normalize(torch.stack(list(matrices)), settings)
+    iterate = newton_schulz.gram if newton_schulz.uses_gram(rows, cols, settings.method) else newton_schulz.standard
+    wide = iterate(x.mT if rows > cols else x, settings.triples, TorchOperations())
+    return (wide.mT if rows > cols else wide).unbind()
+
+
+def _normalize(batch: Tensor, settings: NewtonSchulz) -> Tensor:
+    """Divide each fp32 matrix by its largest magnitude, then by its Frobenius norm; cast to the iteration's dtype.
+
+    The first division keeps the squares of the second in range, so that U and c U give the same result for any scale
+    fp32 can hold. ``batch`` is overwritten.
+    """
+    magnitude = torch.linalg.vector_norm(batch, ord=float("inf"), dim=(-2, -1), keepdim=True)
+    batch.div_(magnitude.clamp_min(torch.finfo(torch.float32).tiny))
+    # Summed in fp64 and rounded once, the norm is the same for any order of summation: a batch may choose its own.
+    norm = torch.linalg.vector_norm(batch, dim=(-2, -1), keepdim=True, dtype=torch.float64).to(torch.float32)
+    # After the first division the norm of anything but zero is at least 1, far above eps.
+    return batch.div_(norm.clamp_min(max(settings.eps, torch.finfo(torch.float32).tiny))).to(settings.dtype)
+
+
+def _chunks(indices: Sequence[int], matrix: Tensor, dtype: torch.dtype) -> Iterator[Sequence[int]]:
+    rows, cols = matrix.shape
+    per_matrix = 4 * rows * cols + dtype.itemsize * (2 * rows * cols + 4 * min(rows, cols) ** 2)
+    size = 1 if matrix.device.type == "cpu" else max(1, WORKSPACE_BYTES // per_matrix)
+    for start in range(0, len(indices), size):
+        yield indices[start : start + size]

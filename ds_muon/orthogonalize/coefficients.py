@@ -1,0 +1,90 @@
+"""Coefficients of the Newton-Schulz polynomials, as data.
+
+One step applies the odd polynomial ``p(x) = a x + b x^3 + c x^5`` to every singular value. A table lists the triple
+``(a, b, c)`` of each step; when more steps are asked for than a table has, its last triple repeats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Triple = tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class CoefficientTable:
+    """A named schedule of triples and where it was published."""
+
+    triples: tuple[Triple, ...]
+    source: str
+
+
+def _with_safety(triples: Sequence[Triple], factor: float) -> tuple[Triple, ...]:
+    """``p(x / factor)``: leaves room for rounding errors that push a singular value above 1."""
+    return tuple((a / factor, b / factor**3, c / factor**5) for a, b, c in triples)
+
+
+COEFFICIENTS: dict[str, CoefficientTable] = {
+    "quintic": CoefficientTable(
+        triples=((3.4445, -4.7750, 2.0315),),
+        source="Keller Jordan, Muon (2024), https://kellerjordan.github.io/posts/muon/",
+    ),
+    "polar_express": CoefficientTable(
+        triples=(
+            *_with_safety(
+                (
+                    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+                    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+                    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+                    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+                    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+                    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+                    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+                ),
+                1.01,
+            ),
+            (1.875, -1.25, 0.375),
+        ),
+        source="Amsel et al., The Polar Express (2025), arXiv:2505.16932, Algorithm 1, safety factor 1.01",
+    ),
+    "you": CoefficientTable(
+        triples=(
+            (4.0848, -6.8946, 2.9270),
+            (3.9505, -6.3029, 2.6377),
+            (3.7418, -5.5913, 2.3037),
+            (2.8769, -3.1427, 1.2046),
+            (2.8366, -3.0525, 1.2012),
+        ),
+        source="Jiacheng You (2025), five triples tuned together, https://x.com/YouJiacheng/status/1905861218138804534",
+    ),
+    "cubic": CoefficientTable(
+        triples=((1.5, -0.5, 0.0),),
+        source="Bjorck and Bowie, SIAM J. Numer. Anal. 8(2), 1971: the classical Newton-Schulz iteration",
+    ),
+}
+
+
+def schedule(coefficients: str | Sequence[Sequence[float]], steps: int) -> tuple[Triple, ...]:
+    """The triple of each of ``steps`` steps.
+
+    Args:
+        coefficients: the name of a table in ``COEFFICIENTS``, or a list of triples ``(a, b, c)``.
+        steps: number of polynomial steps, at least 1.
+
+    Raises:
+        ValueError: an unknown name, an empty list, an entry that is not a triple, or ``steps`` below 1.
+    """
+    if steps < 1:
+        raise ValueError(f"ns_steps = {steps}: at least one Newton-Schulz step is needed")
+    if isinstance(coefficients, str):
+        if coefficients not in COEFFICIENTS:
+            raise ValueError(
+                f"ns_coefficients = {coefficients!r}: choose one of {sorted(COEFFICIENTS)} or give triples"
+            )
+        table = COEFFICIENTS[coefficients].triples
+    else:
+        if not coefficients or any(len(triple) != 3 for triple in coefficients):
+            raise ValueError(f"ns_coefficients = {coefficients!r}: give a non-empty list of triples [a, b, c]")
+        table = tuple((float(a), float(b), float(c)) for a, b, c in coefficients)
+    return tuple(table[min(step, len(table) - 1)] for step in range(steps))

@@ -1,0 +1,39 @@
+"""The four operations through torch's own batched matrix products: any device, any dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class TorchOperations:
+    """See ``newton_schulz.Operations``. Vendor libraries compute both triangles of a symmetric product."""
+
+    def symmetric(self, a: Tensor, b: Tensor) -> Tensor:
+        return torch.bmm(a, b)
+
+    def symmetric_plus(self, a: Tensor, b: Tensor, c: Tensor, *, alpha: float, beta: float) -> Tensor:
+        return torch.baddbmm(c, a, b, alpha=alpha, beta=beta)
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        return torch.bmm(a, b)
+
+    def product_plus(self, a: Tensor, b: Tensor, c: Tensor, *, beta: float) -> Tensor:
+        return torch.baddbmm(c, a, b, beta=beta)
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """fp32 products in fp32, whatever the user chose for the model: tf32 would cost three digits."""
+    chosen = torch.get_float32_matmul_precision()
+    if chosen == "highest":
+        yield
+        return
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(chosen)

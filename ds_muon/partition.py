@@ -1,0 +1,228 @@
+"""Who holds, who owns, and what moves: the plan of a step as pure functions of shapes and world size.
+
+ZeRO-1/2 lays the parameters of a group end to end in one flat buffer and cuts it into ``world_size`` equal pieces,
+wherever the cuts fall. A matrix inside one piece is orthogonalized by the rank that holds it. A matrix that straddles
+a cut is reassembled on one of its holders, its owner. Nothing here communicates, so a plan can be made, printed and
+tested for world sizes that are not at hand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+# ZeRO pads a flat buffer to this many elements per rank, so that every piece starts on a 4-byte boundary.
+_ELEMENTS_PER_RANK = 2
+# ZeRO's ``parameter_alignment`` starts every parameter on a boundary of this many bytes.
+_ALIGNMENT_BYTES = 16
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Where ZeRO puts the parameters of one group.
+
+    Attributes:
+        order: position in the flat buffer -> index of the parameter in the group.
+        offsets: first element of each parameter, by position in the flat buffer.
+        partition_size: elements per rank, padding included.
+    """
+
+    order: tuple[int, ...]
+    offsets: tuple[int, ...]
+    partition_size: int
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The elements of a matrix that one rank holds.
+
+    Attributes:
+        rank: the holder.
+        start: first element, counted in the flattened matrix.
+        numel: number of elements, at least 1.
+        offset: where they lie in the holder's partition.
+    """
+
+    rank: int
+    start: int
+    numel: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One (rows, cols) matrix, its slices in order of rank, and the rank that orthogonalizes it."""
+
+    name: str
+    rows: int
+    cols: int
+    slices: tuple[Slice, ...]
+    owner: int
+
+    @property
+    def straddles(self) -> bool:
+        return len(self.slices) > 1
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        return tuple(piece.rank for piece in self.slices)
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """All matrices of one param group, in flat order."""
+
+    world_size: int
+    partition_size: int
+    matrices: tuple[Matrix, ...]
+
+    @property
+    def straddlers(self) -> tuple[Matrix, ...]:
+        return tuple(matrix for matrix in self.matrices if matrix.straddles)
+
+    def held(self, rank: int) -> tuple[tuple[Matrix, Slice], ...]:
+        """Every matrix of which ``rank`` has a slice, with that slice."""
+        return tuple((m, piece) for m in self.matrices for piece in m.slices if piece.rank == rank)
+
+    def owned_straddlers(self, rank: int) -> tuple[Matrix, ...]:
+        return tuple(m for m in self.straddlers if m.owner == rank)
+
+    def outgoing(self, rank: int) -> tuple[tuple[tuple[Matrix, Slice], ...], ...]:
+        """For each rank, the slices that ``rank`` sends it: those of matrices it owns. None to itself."""
+        return tuple(self._moving(holder=rank, owner=owner) for owner in range(self.world_size))
+
+    def incoming(self, rank: int) -> tuple[tuple[tuple[Matrix, Slice], ...], ...]:
+        """For each rank, the slices that it sends to ``rank``, in the order in which it packs them."""
+        return tuple(self._moving(holder=holder, owner=rank) for holder in range(self.world_size))
+
+    def _moving(self, *, holder: int, owner: int) -> tuple[tuple[Matrix, Slice], ...]:
+        if holder == owner:
+            return ()
+        return tuple((m, s) for m in self.straddlers if m.owner == owner for s in m.slices if s.rank == holder)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The groups of one optimizer and the work of each rank.
+
+    Attributes:
+        groups: one plan per Muon param group, in the optimizer's order.
+        loads: cost of the matrices each rank orthogonalizes, over all groups.
+    """
+
+    groups: tuple[GroupPlan, ...]
+    loads: tuple[float, ...]
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        return tuple(matrix for group in self.groups for matrix in group.matrices)
+
+    def moved_elements(self) -> int:
+        """Elements that cross the network each way in a step."""
+        straddlers = (m for group in self.groups for m in group.straddlers)
+        return sum(piece.numel for m in straddlers for piece in m.slices if piece.rank != m.owner)
+
+    def summary(self) -> str:
+        """One line for a log: matrices, straddling ones, elements moved, balance."""
+        total = sum(self.loads)
+        balance = max(self.loads) * len(self.loads) / total if total else 1.0
+        straddling = sum(len(group.straddlers) for group in self.groups)
+        return (
+            f"{len(self.matrices)} matrices on {len(self.loads)} ranks, {straddling} straddle a partition boundary "
+            f"({self.moved_elements():,} elements exchanged each way), most loaded rank {balance:.2f} times the mean"
+        )
+
+
+def flat_layout(
+    numels: Sequence[int],
+    world_size: int,
+    *,
+    element_size: int = 4,
+    parameter_alignment: bool = False,
+    round_robin: bool = False,
+) -> FlatLayout:
+    """ZeRO's own layout of one param group.
+
+    Args:
+        numels: elements of each parameter, in the group's order; all positive.
+        world_size: ranks that share the group.
+        element_size: bytes per element of the model's dtype; matters with ``parameter_alignment`` only.
+        parameter_alignment: ``zero_optimization.parameter_alignment``.
+        round_robin: ``zero_optimization.round_robin_gradients``: deal the parameters to the ranks like cards.
+    """
+    dealt = [range(first, len(numels), world_size) for first in range(world_size if round_robin else 1)]
+    order = tuple(index for hand in dealt for index in hand) if round_robin else tuple(range(len(numels)))
+    boundary = _ALIGNMENT_BYTES // math.gcd(_ALIGNMENT_BYTES, element_size) if parameter_alignment else 1
+    offsets = []
+    end = 0
+    for index in order:
+        start = -(-end // boundary) * boundary
+        offsets.append(start)
+        end = start + numels[index]
+    multiple = _ELEMENTS_PER_RANK * world_size
+    return FlatLayout(order, tuple(offsets), -(-end // multiple) * multiple // world_size)
+
+
+def cut(offset: int, numel: int, partition_size: int) -> tuple[Slice, ...]:
+    """The slices of a parameter that starts at ``offset`` of the flat buffer, in order of rank."""
+    slices = []
+    start = 0
+    while start < numel:
+        rank, inside = divmod(offset + start, partition_size)
+        taken = min(numel - start, partition_size - inside)
+        slices.append(Slice(rank, start, taken, inside))
+        start += taken
+    return tuple(slices)
+
+
+def make_plan(
+    groups: Sequence[Sequence[tuple[str, tuple[int, int]]]],
+    layouts: Sequence[FlatLayout],
+    world_size: int,
+    cost: Callable[[int, int], float],
+) -> Plan:
+    """Cut every matrix and give each straddling one an owner.
+
+    Args:
+        groups: per Muon param group, the (name, (rows, cols)) of its matrices in the group's order.
+        layouts: ``flat_layout`` of each group.
+        world_size: ranks that share the groups.
+        cost: work of one (rows, cols) matrix.
+
+    An owner is the least loaded of a matrix's holders, the costliest matrix first, counting what each rank has to do
+    in all groups. Owners are holders so that the owner's own slice never travels.
+    """
+    cuts = [
+        [(*group[index], cut(offset, math.prod(group[index][1]), layout.partition_size)) for index, offset in placed]
+        for group, layout in zip(groups, layouts, strict=True)
+        for placed in [zip(layout.order, layout.offsets, strict=True)]
+    ]
+    loads = [0.0] * world_size
+    straddling = []
+    for g, group_cuts in enumerate(cuts):
+        for m, (_, shape, slices) in enumerate(group_cuts):
+            if len(slices) == 1:
+                loads[slices[0].rank] += cost(*shape)
+            else:
+                straddling.append((-cost(*shape), g, m, slices))
+    owners = {}
+    for negative_cost, g, m, slices in sorted(straddling, key=lambda entry: entry[:3]):
+        # Among equally loaded holders the one with the largest slice: it leaves the least to send.
+        owner = min(slices, key=lambda piece: (loads[piece.rank], -piece.numel, piece.rank)).rank
+        owners[g, m] = owner
+        loads[owner] -= negative_cost
+    return Plan(
+        groups=tuple(
+            GroupPlan(
+                world_size,
+                layout.partition_size,
+                tuple(
+                    Matrix(name, *shape, slices, owners.get((g, m), slices[0].rank))
+                    for m, (name, shape, slices) in enumerate(group_cuts)
+                ),
+            )
+            for g, (layout, group_cuts) in enumerate(zip(layouts, cuts, strict=True))
+        ),
+        loads=tuple(loads),
+    )

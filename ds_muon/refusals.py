@@ -1,0 +1,136 @@
+"""What DSMuon refuses in a DeepSpeed config, and what to set instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class DSMuonRefusal(ValueError):
+    """A DeepSpeed config or model that DSMuon cannot train correctly. Lists every reason."""
+
+
+def config_refusals(config: Any) -> list[str]:
+    """One line per setting that DSMuon cannot work with: the key, its value, and what to set instead.
+
+    Args:
+        config: the engine's parsed ``DeepSpeedConfig``.
+    """
+    zero = config.zero_config
+    stage = int(zero.stage)
+    lines = []
+    if stage not in (1, 2):
+        lines.append(f"zero_optimization.stage = {stage}: DSMuon works with ZeRO stages 1 and 2; set 1 or 2")
+    elif zero.reduce_scatter:
+        absent = "" if "reduce_scatter" in zero.model_fields_set else " (DeepSpeed's default when the key is absent)"
+        lines.append(
+            f"zero_optimization.reduce_scatter = true{absent}: it has computed Muon updates from pieces of a gradient; "
+            "set it to false (with use_multi_rank_bucket_allreduce, the default, that moves no more bytes)"
+        )
+    lines += [
+        f"{key} = {value}: {instead}"
+        for key, value, refused, instead in (
+            (
+                "torch_autocast.dtype",
+                "float16",
+                config.torch_autocast_enabled and config.torch_autocast_dtype == torch.float16,
+                "its gradient scaler steps one param group after another; use bfloat16, or fp16.enabled",
+            ),
+            (
+                "zero_optimization.offload_optimizer.device",
+                getattr(getattr(zero.offload_optimizer, "device", None), "value", "none"),
+                getattr(getattr(zero.offload_optimizer, "device", None), "value", "none") != "none",
+                "the optimizer must stay on the accelerator in this version; remove offload_optimizer",
+            ),
+            (
+                "zero_optimization.zenflow",
+                "set",
+                zero.zenflow is not None,
+                "ZenFlow replaces the ZeRO optimizer that DSMuon extends; remove the section",
+            ),
+            (
+                "zero_optimization.elastic_checkpoint",
+                "true",
+                zero.elastic_checkpoint,
+                "elastic checkpoints hold Adam's state only; set it to false",
+            ),
+            (
+                "tensor_parallel.autotp_size",
+                config.tensor_parallel_config.autotp_size,
+                config.tensor_parallel_config.autotp_size > 1,
+                "a tensor-parallel rank holds a piece of each matrix; set it to 1",
+            ),
+            (
+                "compile.deepcompile",
+                "true",
+                config.compile_config.deepcompile,
+                "DeepCompile replaces ZeRO's gradient reduction; set it to false (torch.compile is fine)",
+            ),
+            (
+                "fp16.fp16_master_weights_and_grads",
+                "true",
+                config.float16_config.fp16_master_weights_and_grads,
+                "DSMuon keeps fp32 master weights; set it to false",
+            ),
+            (
+                "bf16.bf16_master_weights_and_grads",
+                "true",
+                config.bfloat16_config.bf16_master_weights_and_grads,
+                "DSMuon keeps fp32 master weights; set it to false",
+            ),
+        )
+        if refused
+    ]
+    return lines
+
+
+def model_refusals(model: nn.Module, mpu: Any) -> list[str]:
+    """One line per property of the model that DSMuon cannot work with.
+
+    Args:
+        model: the model, before or after DeepSpeed has wrapped it.
+        mpu: the model-parallel unit passed to ``deepspeed.initialize``, or None.
+    """
+    kinds = {ancestor.__module__ + "." + ancestor.__name__ for m in model.modules() for ancestor in type(m).__mro__}
+    lines = []
+    if "deepspeed.runtime.pipe.module.PipelineModule" in kinds:
+        lines.append(
+            "model = PipelineModule: pipeline parallelism is not available in this version; pass a plain module"
+        )
+    if {"deepspeed.moe.layer.MoE", "deepspeed.module_inject.auto_ep_layer.AutoEPMoELayer"} & kinds:
+        lines.append(
+            "model with DeepSpeed MoE layers: they need reduce_scatter: true, which DSMuon refuses; use AdamW for such "
+            "a model, or dense layers"
+        )
+    if mpu is not None and _model_parallel_size(mpu) > 1:
+        lines.append(
+            f"model-parallel world size = {_model_parallel_size(mpu)}: a rank holds a piece of each matrix; use data "
+            "or sequence parallelism"
+        )
+    sharded = list(_tensor_parallel(model.named_parameters()))
+    if sharded:
+        lines.append(
+            f"tensor-parallel weights ({', '.join(sharded[:3])}): a rank holds a piece of each; use whole weights"
+        )
+    return lines
+
+
+def _model_parallel_size(mpu: Any) -> int:
+    for getter in ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size"):
+        if hasattr(mpu, getter):
+            return int(getattr(mpu, getter)())
+    return 1
+
+
+def _tensor_parallel(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterable[str]:
+    for name, p in named_parameters:
+        # The marks that Megatron and DeepSpeed put on such weights, and torch's own.
+        if (
+            getattr(p, "model_parallel", False)
+            or getattr(p, "tensor_model_parallel", False)
+            or hasattr(p, "placements")
+        ):
+            yield name

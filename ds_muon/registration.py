@@ -1,0 +1,212 @@
+"""Binds DSMuon to DeepSpeed's engine: the only module that changes anything of DeepSpeed's.
+
+Five methods of ``DeepSpeedEngine`` are wrapped. Each wrapper does its part for an engine whose optimizer type is
+DSMuon, and for any other engine does what DeepSpeed does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch.distributed as dist
+from deepspeed.runtime import engine as deepspeed_engine
+from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
+from deepspeed.utils import log_dist, logger
+from torch import nn
+
+from ds_muon.config import DSMuonConfig
+from ds_muon.guard import raise_together
+from ds_muon.optimizer import DSMuon
+from ds_muon.refusals import DSMuonRefusal, config_refusals, model_refusals
+from ds_muon.routing import Routing, route, split_param_groups
+from ds_muon.zero import MuonZeroOptimizer
+
+OPTIMIZER_TYPE = "DSMuon"
+SUPPORTED_DEEPSPEED = "0.19.8"
+
+# What this package binds to: methods of the engine and of the ZeRO optimizer, and attributes that the latter sets.
+_ENGINE_METHODS = (
+    "_is_supported_optimizer",
+    "_configure_distributed_model",
+    "_configure_basic_optimizer",
+    "_do_optimizer_sanity_check",
+    "_configure_zero_optimizer",
+)
+_ZERO_METHODS = (
+    "initialize_optimizer_states",
+    "get_flat_partition",
+    "_is_muon_group",
+    "_release_preflattened_grad_buffers",
+    "free_grad_in_param_list",
+    "_update_scale",
+    "update_lp_params",
+    "load_state_dict",
+    "_lazy_init_hp_params_optimizer_state",
+)
+_ZERO_ATTRIBUTES = (
+    "bit16_groups",
+    "round_robin_bit16_groups",
+    "round_robin_bit16_offsets",
+    "partition_size",
+    "real_dp_process_group",
+    "single_partition_of_fp32_groups",
+    "averaged_gradients",
+    "all_grad_tensors",
+    "grad_start_offset",
+    "grad_partition_insertion_offset",
+    "parameter_alignment",
+    "compute_grad_norm",
+    "_param_slice_mappings",
+    "_hp_optimizer_states_linked",
+)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    config: DSMuonConfig
+    routing: Routing
+
+
+def register() -> None:
+    """Make ``"type": "DSMuon"`` known to DeepSpeed. Does nothing the second time.
+
+    Raises:
+        ImportError: this DeepSpeed lacks a part that DSMuon binds to.
+    """
+    engine = deepspeed_engine.DeepSpeedEngine
+    if getattr(engine._is_supported_optimizer, "_ds_muon", False):
+        return
+    _check_parts()
+    for wrapper in (
+        _is_supported_optimizer,
+        _configure_distributed_model,
+        _configure_basic_optimizer,
+        _do_optimizer_sanity_check,
+        _configure_zero_optimizer,
+    ):
+        _wrap(engine, wrapper)
+
+
+def _wrap(engine: type, wrapper: Callable[..., Any]) -> None:
+    original = getattr(engine, wrapper.__name__)
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(functools.partial(original, self), self, *args, **kwargs)
+
+    method._ds_muon = True  # type: ignore[attr-defined]
+    setattr(engine, wrapper.__name__, method)
+
+
+def _check_parts() -> None:
+    engine, zero = deepspeed_engine.DeepSpeedEngine, deepspeed_zero.DeepSpeedZeroOptimizer
+    set_in_init = set(zero.__init__.__code__.co_names)
+    missing = [f"DeepSpeedEngine.{name}" for name in _ENGINE_METHODS if not hasattr(engine, name)]
+    missing += [f"DeepSpeedZeroOptimizer.{name}" for name in _ZERO_METHODS if not hasattr(zero, name)]
+    missing += [f"DeepSpeedZeroOptimizer.{name}" for name in _ZERO_ATTRIBUTES if name not in set_in_init]
+    if missing:
+        raise ImportError(
+            f"ds_muon binds to parts of DeepSpeed that version {deepspeed.__version__} does not have: "
+            f"{', '.join(missing)}. Install deepspeed {SUPPORTED_DEEPSPEED}"
+        )
+
+
+def _uses_dsmuon(engine: Any) -> bool:
+    name = engine.optimizer_name()
+    return isinstance(name, str) and name.lower() == OPTIMIZER_TYPE.lower()
+
+
+# ---- the wrappers: `original` is DeepSpeed's method, bound to the engine --------------------------------------------
+
+
+def _is_supported_optimizer(original: Callable[..., bool], engine: Any, optimizer_name: str) -> bool:
+    return optimizer_name.lower() == OPTIMIZER_TYPE.lower() or original(optimizer_name)
+
+
+def _configure_distributed_model(original: Callable[..., None], engine: Any, model: nn.Module) -> None:
+    """Refuse and route before the model is broadcast: the first point at which collectives are safe."""
+    if _uses_dsmuon(engine):
+        engine._ds_muon = _prepare(engine, model)
+    original(model)
+
+
+def _configure_basic_optimizer(original: Callable[..., Any], engine: Any, model_parameters: Iterable[Any]) -> Any:
+    if not _uses_dsmuon(engine):
+        return original(model_parameters)
+    config, routing = engine._ds_muon.config, engine._ds_muon.routing
+    groups: list[dict[str, Any]] = []
+    error: ValueError | None = None
+    try:
+        groups = split_param_groups(engine.module, model_parameters, routing, config)
+    except ValueError as caught:
+        error = caught
+    raise_together(error)
+    for line in routing.summary():
+        log_dist(f"[ds_muon] {line}", ranks=[0])
+    if dist.get_rank() == 0 and not all(group["use_muon"] for group in groups):
+        for line in config.warnings():
+            logger.warning(f"[ds_muon] {line}")
+    return DSMuon(groups, config, routing)
+
+
+def _do_optimizer_sanity_check(original: Callable[..., Any], engine: Any, basic_optimizer: Any) -> Any:
+    """DSMuon is always wrapped by the ZeRO optimizer, also where DeepSpeed would choose ``BF16_Optimizer``."""
+    if isinstance(basic_optimizer, DSMuon):
+        return deepspeed_engine.ZERO_OPTIMIZATION
+    return original(basic_optimizer)
+
+
+def _configure_zero_optimizer(original: Callable[..., Any], engine: Any, optimizer: Any) -> Any:
+    if not isinstance(optimizer, DSMuon):
+        return original(optimizer)
+    # The engine builds the ZeRO optimizer by this name, with some thirty arguments that are its business.
+    deepspeed_engine.DeepSpeedZeroOptimizer = MuonZeroOptimizer
+    try:
+        zero_optimizer = original(optimizer)
+    finally:
+        deepspeed_engine.DeepSpeedZeroOptimizer = deepspeed_zero.DeepSpeedZeroOptimizer
+    log_dist(f"[ds_muon] {zero_optimizer.plan.summary()}", ranks=[0])
+    return zero_optimizer
+
+
+# ---- preparation ----------------------------------------------------------------------------------------------------
+
+
+def _prepare(engine: Any, model: nn.Module) -> _Prepared:
+    """Validate the config, refuse what cannot be trained correctly, route the parameters; agree with all ranks."""
+    prepared: _Prepared | None = None
+    error: Exception | None = None
+    try:
+        if engine.client_optimizer is not None:
+            raise DSMuonRefusal(
+                'DSMuon was passed to deepspeed.initialize(optimizer=...); set "optimizer": {"type": "DSMuon"} in the '
+                "DeepSpeed config instead, so that it can see the model and the ZeRO settings"
+            )
+        refusals = config_refusals(engine._config) + model_refusals(model, engine.mpu)
+        if refusals:
+            raise DSMuonRefusal("\n".join(["DSMuon refuses this setup:", *refusals]))
+        config = DSMuonConfig.parse(engine.optimizer_params() or {})
+        routing = route(model, muon_params=config.muon_params, adamw_params=config.adamw_params)
+        prepared = _Prepared(config, routing)
+    except ValueError as caught:
+        error = caught
+    raise_together(error)
+    assert prepared is not None
+    _agree(prepared)
+    return prepared
+
+
+def _agree(prepared: _Prepared) -> None:
+    """Raise on every rank if ranks route parameters differently or have different settings."""
+    digests: list[bytes] = [b""] * dist.get_world_size()
+    dist.all_gather_object(digests, prepared.routing.digest(prepared.config.model_dump_json()))
+    if len(set(digests)) > 1:
+        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        raise DSMuonRefusal(
+            f"ranks {others} have other parameters, routes or optimizer settings than rank 0; build the same model and "
+            "read the same DeepSpeed config on every rank"
+        )

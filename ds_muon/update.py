@@ -1,0 +1,109 @@
+"""The update rule of one Muon matrix, as pure functions of tensors.
+
+    M <- M + (1 - momentum) (G - M)
+    U  = G + momentum (M - G)  if nesterov else M
+    O  = NewtonSchulz(U / ||U||_F)
+    W <- W (1 - lr weight_decay) - lr s(rows, cols) O
+
+Keller Jordan, Muon (2024), https://kellerjordan.github.io/posts/muon/, with the names of ``torch.optim.Muon``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ds_muon.orthogonalize import NewtonSchulz, orthogonalize
+
+# Elements that the momentum pass works on at a time: bounds its one temporary to 64 MiB.
+_CHUNK = 1 << 24
+
+
+def update_scale(adjust_lr_fn: str, rows: int, cols: int) -> float:
+    """``s(rows, cols)``: the factor between an orthogonalized matrix and the update, by ``torch.optim.Muon``'s names.
+
+    Raises:
+        ValueError: an unknown ``adjust_lr_fn``.
+    """
+    if adjust_lr_fn == "original":
+        return math.sqrt(max(1.0, rows / cols))
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, cols))
+    if adjust_lr_fn == "none":
+        return 1.0
+    raise ValueError(f'adjust_lr_fn = {adjust_lr_fn!r}: choose "original", "match_rms_adamw" or "none"')
+
+
+def advance_momentum_(gradient: Tensor, momentum_buffer: Tensor, *, momentum: float, nesterov: bool) -> None:
+    """Advance the momentum by one gradient and overwrite the gradient with U.
+
+    Elementwise, so that any slice of a matrix gives that slice of U, bit for bit: each operation rounds once, with no
+    fused multiply-add that a vectorized loop might use in its body and not in its tail.
+
+    Args:
+        gradient: fp32, any shape, contiguous; overwritten with U.
+        momentum_buffer: fp32 or bf16, same number of elements, contiguous; overwritten with the new M. The
+            arithmetic is in fp32 either way.
+        momentum: weight of the past, in [0, 1).
+        nesterov: look ahead by one step.
+    """
+    pieces = (torch.split(tensor.view(-1), _CHUNK) for tensor in (gradient, momentum_buffer))
+    for g, m in zip(*pieces, strict=True):
+        average = m.to(torch.float32)
+        step = g - average
+        average.add_(step.mul_(1 - momentum))
+        if average is not m:
+            m.copy_(average)
+        if nesterov:
+            g.add_(torch.sub(average, g, out=step).mul_(momentum))
+        else:
+            g.copy_(average)
+
+
+@torch.no_grad()
+def muon_update(
+    grad: Tensor,
+    momentum_buffer: Tensor,
+    *,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    adjust_lr_fn: str = "original",
+    ns_steps: int = 5,
+    ns_method: str = "gram",
+    ns_coefficients: str | Sequence[Sequence[float]] = "quintic",
+    ns_dtype: str = "auto",
+    ns_eps: float = 1e-15,
+) -> Tensor:
+    """One Muon update of a whole matrix: the change of the weight is ``-lr`` times the result.
+
+    Args:
+        grad: (rows, cols) full, averaged, unscaled gradient, any float dtype; not modified.
+        momentum_buffer: (rows, cols) fp32 or bf16, contiguous; advanced in place.
+        momentum, nesterov, adjust_lr_fn, ns_*: as in the optimizer's config.
+
+    Returns:
+        ``s * O``, (rows, cols) fp32.
+
+    Raises:
+        ValueError: shapes that differ, a gradient that is not a matrix, or an unknown name in a setting.
+    """
+    if grad.ndim != 2 or grad.shape != momentum_buffer.shape:
+        raise ValueError(
+            f"muon_update needs a matrix and a momentum_buffer of its shape, "
+            f"got {tuple(grad.shape)} and {tuple(momentum_buffer.shape)}"
+        )
+    settings = NewtonSchulz.resolve(
+        grad.device,
+        ns_steps=ns_steps,
+        ns_method=ns_method,
+        ns_coefficients=ns_coefficients,
+        ns_dtype=ns_dtype,
+        ns_eps=ns_eps,
+    )
+    direction = grad.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+    advance_momentum_(direction, momentum_buffer, momentum=momentum, nesterov=nesterov)
+    (output,) = orthogonalize([direction], settings)
+    return output.to(torch.float32).mul_(update_scale(adjust_lr_fn, *grad.shape))
