@@ -2,7 +2,7 @@
 
 from ds_muon.config import DSMuonConfig, DSMuonConfigError
 from ds_muon.optimizer import DSMuon
-from ds_muon.orthogonalize import COEFFICIENTS, NewtonSchulz, orthogonalize, reference_newton_schulz
+from ds_muon.orthogonalize import COEFFICIENTS, NewtonSchulz, reference_newton_schulz
 from ds_muon.partition import FlatLayout, Plan, flat_layout, make_plan
 from ds_muon.refusals import DSMuonRefusal
 from ds_muon.registration import register
@@ -25,7 +25,6 @@ __all__ = [
     "flat_layout",
     "make_plan",
     "muon_update",
-    "orthogonalize",
     "reference_newton_schulz",
     "register",
     "route",

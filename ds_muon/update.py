@@ -58,7 +58,8 @@ def advance_momentum_(gradient: Tensor, momentum_buffer: Tensor, *, momentum: fl
         if average is not m:
             m.copy_(average)
         if nesterov:
-            g.add_(torch.sub(average, g, out=step).mul_(momentum))
+            # (1 - momentum) G + momentum M, the same without the cancellation of G + momentum (M - G) where M is small.
+            g.mul_(1 - momentum).add_(torch.mul(average, momentum, out=step))
         else:
             g.copy_(average)
 

@@ -70,7 +70,7 @@ class NewtonSchulz:
 
     def cost(self, rows: int, cols: int) -> int:
         """Floating-point operations for one (rows, cols) matrix."""
-        return newton_schulz.flops(rows, cols, steps=len(self.triples), method=self.method)
+        return newton_schulz.flops(rows, cols, self.triples, self.dtype, self.method)
 
 
 def orthogonalize(matrices: Sequence[Tensor], settings: NewtonSchulz) -> list[Tensor]:

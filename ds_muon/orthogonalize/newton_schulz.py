@@ -10,16 +10,19 @@ products of half-precision operands in fp32.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from ds_muon.orthogonalize.coefficients import Triple
 
-# Rounding errors of R grow with every polynomial applied to it. Starting again from R = X X^T before the fourth costs
-# nothing more than before the third, and is up to 30 times more accurate on ill-conditioned input.
-RESTART_EVERY = 3
+# How large the rounding error of a Gram matrix may grow, relative to its largest eigenvalue, before the iteration
+# starts again from R = X X^T. In fp32 it must not show in a result right to 1e-5; in half precision, where the result
+# has its own error of 0.01 and more, it must not make a small eigenvalue look like a large one.
+_ALLOWED_GROWTH = {torch.float32: 3e-6, torch.float16: 0.3, torch.bfloat16: 0.3}
 
 
 class Operations(Protocol):
@@ -47,13 +50,12 @@ def standard(x: Tensor, triples: Sequence[Triple], ops: Operations) -> Tensor:
 
 
 def gram(x: Tensor, triples: Sequence[Triple], ops: Operations) -> Tensor:
-    """The same polynomial through the Gram matrix, restarted every ``RESTART_EVERY`` steps.
+    """The same polynomial through the Gram matrix, in ``restart_blocks``.
 
     With ``p(R) = a I + Z``, ``Z = b R + c R^2``, a step maps ``X`` to ``p(R) X`` and ``R`` to ``p(R) R p(R)``; ``Q``
     collects the factors that X has yet to be multiplied with. All of them are polynomials in R, hence symmetric.
     """
-    for start in range(0, len(triples), RESTART_EVERY):
-        block = triples[start : start + RESTART_EVERY]
+    for block in restart_blocks(triples, x.dtype):
         r = ops.symmetric(x, x.mT)
         q = None
         for index, (a, b, c) in enumerate(block):
@@ -67,6 +69,25 @@ def gram(x: Tensor, triples: Sequence[Triple], ops: Operations) -> Tensor:
     return x
 
 
+def restart_blocks(triples: Sequence[Triple], dtype: torch.dtype) -> list[list[Triple]]:
+    """The steps between restarts of the Gram form.
+
+    A step multiplies the rounding error on the small eigenvalues of R by ``a^2``, so a block may go on while
+    ``eps * product of a^2`` stays small. With the ``quintic`` table these are three steps in fp16 and two in bf16 and
+    fp32; with ``polar_express``, whose first steps have a = 8 and 4, two in half precision. Going on for longer makes
+    the iteration diverge on matrices with a fast-falling spectrum.
+    """
+    blocks: list[list[Triple]] = []
+    growth = math.inf
+    for triple in triples:
+        if growth > _ALLOWED_GROWTH[dtype]:
+            blocks.append([])
+            growth = torch.finfo(dtype).eps / 2
+        blocks[-1].append(triple)
+        growth *= triple[0] ** 2
+    return blocks
+
+
 def _tail(r: Tensor, b: float, c: float, ops: Operations) -> Tensor:
     """``b R + c R^2``; cubic coefficients (c = 0) need no product."""
     return ops.symmetric_plus(r, r, r, alpha=c, beta=b) if c else r * b
@@ -78,17 +99,17 @@ def _plus_identity(z: Tensor, a: float) -> Tensor:
     return q
 
 
-def flops(rows: int, cols: int, *, steps: int, method: str) -> int:
+def flops(rows: int, cols: int, triples: Sequence[Triple], dtype: torch.dtype, method: str) -> int:
     """Floating-point operations of one matrix when symmetric products compute one triangle.
 
-    The measure by which work is balanced over ranks: ``20 m^3`` for a square and ``14 m^3 + 6 m^2 n`` for a wide or
-    tall matrix at five steps.
+    The measure by which work is balanced over ranks: at five steps ``20 m^3`` for a square and, with one restart,
+    ``14 m^3 + 6 m^2 n`` for a wide or tall matrix.
     """
     m, n = sorted((rows, cols))
     if uses_gram(rows, cols, method):
-        blocks = -(-steps // RESTART_EVERY)
-        return (4 * steps - 3 * blocks) * m**3 + 3 * blocks * m * m * n
-    return steps * (m**3 + 3 * m * m * n)
+        blocks = len(restart_blocks(triples, dtype))
+        return (4 * len(triples) - 3 * blocks) * m**3 + 3 * blocks * m * m * n
+    return len(triples) * (m**3 + 3 * m * m * n)
 
 
 def uses_gram(rows: int, cols: int, method: str) -> bool:

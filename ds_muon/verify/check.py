@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +20,10 @@ from ds_muon.verify.reference import AdamWReference, MuonReference
 
 # Relative error against fp64 that the dtype of the iteration explains, for condition numbers up to 1e4.
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 0.01, torch.bfloat16: 0.06}
-# Where gradients are summed in less than fp32, what rounding the reference's own input to that dtype would change is
-# allowed on top, this many times: sums over ranks and micro-batches round more than once.
-_GRADIENT_ROUNDINGS = 2.0
+# On top, this many times what the rounding of the reference's own input changes. A shadow of the reference measures it:
+# the same rule, fed with gradients that carry one rounding of the engine's sums. An ill-conditioned matrix magnifies
+# it, and sums over ranks and micro-batches round more than once.
+_INPUT_ROUNDINGS = 2.0
 # Rounding of an fp32 weight: once for the decay, once for the update.
 _FP32_ROUNDINGS = 2 * 2.0**-24
 
@@ -41,7 +41,7 @@ class UpdateRecord:
         relative_error: Frobenius norm of (applied - reference) over that of the reference.
         cosine: between the applied and the reference change.
         tolerance: what ``relative_error`` may be: that of the iteration's dtype, plus what the rounding of the fp32
-            weights and of the summed gradients explains.
+            weights and of the direction explains.
         weights_match: the weights the model sees are, on every rank, the rounded fp32 weights.
     """
 
@@ -66,14 +66,20 @@ class UpdateRecord:
 
 @dataclass
 class _Watched:
-    """One parameter under watch: where it lies, its raw gradient so far, its reference."""
+    """One parameter under watch: where it lies, what autograd gave it so far, its reference and the shadow of that."""
 
     name: str
     param: Tensor
     group: int
     offset: int
     gradient: Tensor
+    magnitude: Tensor
     reference: MuonReference | AdamWReference
+    shadow: MuonReference | AdamWReference
+
+    def accumulate(self, gradient: Tensor) -> None:
+        self.gradient += gradient
+        self.magnitude += gradient.abs()
 
 
 class UpdateCheck:
@@ -97,10 +103,11 @@ class UpdateCheck:
         settings = {key: getattr(config, key) for key in ("adjust_lr_fn", "ns_steps", "ns_coefficients")}
         self._matrices = {matrix.name: matrix for matrix in self._zero.plan.matrices}
         self._watched = [self._watch(*located, settings) for located in self._located()]
-        self._hooks = [w.param.register_hook(partial(_accumulate, w)) for w in self._watched]  # type: ignore[no-untyped-call]
+        self._hooks = [w.param.register_hook(w.accumulate) for w in self._watched]  # type: ignore[no-untyped-call]
         self._before: list[Tensor] = []
         self._groups: list[dict[str, Any]] = []
         self._gradients: list[Tensor] = []
+        self._roundings: list[Tensor] = []
 
     def close(self) -> None:
         """Stop watching the gradients."""
@@ -114,11 +121,15 @@ class UpdateCheck:
         divisor = zero.loss_scale * (ranks / zero.sequence_parallel_size if zero.gradient_average else 1)
         self._groups = [{k: v for k, v in group.items() if k != "params"} for group in zero.param_groups]
         self._before = self._full_weights()
-        self._gradients = []
+        self._gradients, self._roundings = [], []
+        summed_in = max((*zero.ipg_buckets, zero.gradient_accumulation_dtype), key=lambda dtype: torch.finfo(dtype).eps)
         for w in self._watched:
-            dist.all_reduce(w.gradient, group=zero.dp_process_group)
+            for total in (w.gradient, w.magnitude):
+                dist.all_reduce(total, group=zero.dp_process_group)
             self._gradients.append(w.gradient / divisor)
+            self._roundings.append(_random_signs(w.magnitude) * _rounding_of(w.magnitude, summed_in) / divisor)
             w.gradient.zero_()
+            w.magnitude = torch.zeros_like(w.magnitude)
         self._clip_adamw()
 
     def after_step(self) -> list[UpdateRecord]:
@@ -133,20 +144,24 @@ class UpdateCheck:
         )
         dist.all_reduce(mismatches, group=self._zero.dp_process_group)
         return [
-            self._record(w, gradient, old.double(), new.double(), not mismatch)
-            for w, gradient, old, new, mismatch in zip(
-                self._watched, self._gradients, self._before, after, mismatches.tolist(), strict=True
+            self._record(w, gradient, rounding, old.double(), new.double(), not mismatch)
+            for w, gradient, rounding, old, new, mismatch in zip(
+                self._watched, self._gradients, self._roundings, self._before, after, mismatches.tolist(), strict=True
             )
         ]
 
-    def _record(self, w: _Watched, gradient: Tensor, old: Tensor, new: Tensor, weights_match: bool) -> UpdateRecord:
-        summed_in = self._coarsest_sum()
-        expected, sensitivity = w.reference.change(old, gradient, self._groups[w.group], summed_in)
+    def _record(
+        self, w: _Watched, gradient: Tensor, rounding: Tensor, old: Tensor, new: Tensor, weights_match: bool
+    ) -> UpdateRecord:
+        group = self._groups[w.group]
+        expected = w.reference.change(old, gradient, group)
+        explained = _INPUT_ROUNDINGS * float((w.shadow.change(old, gradient + rounding, group) - expected).norm())
+        explained += _FP32_ROUNDINGS * float(new.norm())
+        matrix = self._matrices.get(w.name)
+        iterated_in = torch.float32 if matrix is None else self._zero.newton_schulz.dtype
         applied = new - old
         size = float(expected.norm())
         error = float((applied - expected).norm())
-        rounding = _FP32_ROUNDINGS * float(new.norm())
-        matrix = self._matrices.get(w.name)
         first = w.offset // self._zero.partition_size[w.group]
         last = (w.offset + w.param.numel() - 1) // self._zero.partition_size[w.group]
         return UpdateRecord(
@@ -157,16 +172,9 @@ class UpdateCheck:
             owner=None if matrix is None else matrix.owner,
             relative_error=_ratio(error, size),
             cosine=_ratio(float((applied * expected).sum()), size * float(applied.norm())) if size or error else 1.0,
-            tolerance=TOLERANCES[torch.float32 if matrix is None else self._zero.newton_schulz.dtype]
-            + _ratio(rounding + _GRADIENT_ROUNDINGS * sensitivity, size),
+            tolerance=TOLERANCES[iterated_in] + _ratio(explained, size),
             weights_match=weights_match,
         )
-
-    def _coarsest_sum(self) -> torch.dtype:
-        """The least precise dtype in which gradients are summed, over micro-batches or over ranks."""
-        dtypes = [*self._zero.ipg_buckets, self._zero.gradient_accumulation_dtype]
-        coarsest: torch.dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-        return coarsest
 
     def _clip_adamw(self) -> None:
         clip, everything = self._zero.clip_grad, self._zero.optimizer.config.clip_norm_scope == "all"
@@ -177,9 +185,11 @@ class UpdateCheck:
             for w, gradient in zip(self._watched, self._gradients, strict=True)
         ]
         norm = math.sqrt(sum(float(g.square().sum()) for g, use_muon in pairs if everything or not use_muon))
-        for gradient, use_muon in pairs:
+        factor = min(1.0, clip / (norm + 1e-6))
+        for (gradient, use_muon), rounding in zip(pairs, self._roundings, strict=True):
             if not use_muon:
-                gradient.mul_(min(1.0, clip / (norm + 1e-6)))
+                gradient.mul_(factor)
+                rounding.mul_(factor)
 
     # ---- reading the engine -------------------------------------------------------------------------------------
 
@@ -196,13 +206,16 @@ class UpdateCheck:
         def full(key: str) -> Tensor:
             return self._whole(self._gathered(state[key], group), param, offset).double()
 
-        reference: MuonReference | AdamWReference
+        references: list[MuonReference | AdamWReference]
         if self._zero.param_groups[group]["use_muon"]:
-            reference = MuonReference(full("momentum_buffer"), settings)
+            dtypes = (None, self._zero.newton_schulz.dtype)
+            references = [MuonReference(full("momentum_buffer"), settings, dtype) for dtype in dtypes]
         else:
-            reference = AdamWReference(full("exp_avg"), full("exp_avg_sq"), float(state["step"]))
-        gradient = torch.zeros_like(param, dtype=torch.float64, requires_grad=False)
-        return _Watched(self._zero.param_names[param], param, group, offset, gradient, reference)
+            step = float(state["step"])
+            references = [AdamWReference(full("exp_avg"), full("exp_avg_sq"), step) for _ in range(2)]
+        gradient, magnitude = (torch.zeros_like(param, dtype=torch.float64, requires_grad=False) for _ in range(2))
+        name = self._zero.param_names[param]
+        return _Watched(name, param, group, offset, gradient, magnitude, *references)
 
     def _full_weights(self) -> list[Tensor]:
         flats = [self._gathered(flat.detach(), i) for i, flat in enumerate(self._zero.single_partition_of_fp32_groups)]
@@ -219,8 +232,16 @@ class UpdateCheck:
         return flat.narrow(0, offset, param.numel()).view(param.shape).clone()
 
 
-def _accumulate(w: _Watched, gradient: Tensor) -> None:
-    w.gradient += gradient
+def _rounding_of(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
+    """The largest error of one rounding of a sum to ``dtype``, given the sum of its terms' magnitudes."""
+    limits = torch.finfo(dtype)
+    return torch.where(magnitude > 0, (magnitude + limits.tiny) * (limits.eps / 2), 0.0)
+
+
+def _random_signs(like: Tensor) -> Tensor:
+    """+1 and -1 by turns of a hash of the position: the same on every rank, and no generator of the user's moves."""
+    position = torch.arange(like.numel(), device=like.device)
+    return (1 - 2 * ((position * 2654435761 >> 15) & 1)).to(like.dtype).view(like.shape)
 
 
 def _ratio(value: float, size: float) -> float:
