@@ -127,9 +127,9 @@ class UpdateCheck:
             for total in (w.gradient, w.magnitude):
                 dist.all_reduce(total, group=zero.dp_process_group)
             self._gradients.append(w.gradient / divisor)
-            self._roundings.append(_random_signs(w.magnitude) * _rounding_of(w.magnitude, summed_in) / divisor)
+            self._roundings.append(_rounding_of(w.magnitude / divisor, summed_in, zero.loss_scale))
             w.gradient.zero_()
-            w.magnitude = torch.zeros_like(w.magnitude)
+            w.magnitude.zero_()
         self._clip_adamw()
 
     def after_step(self) -> list[UpdateRecord]:
@@ -155,8 +155,10 @@ class UpdateCheck:
     ) -> UpdateRecord:
         group = self._groups[w.group]
         expected = w.reference.change(old, gradient, group)
-        explained = _INPUT_ROUNDINGS * float((w.shadow.change(old, gradient + rounding, group) - expected).norm())
-        explained += _FP32_ROUNDINGS * float(new.norm())
+        # At random for a matrix, whose singular values mix all elements; against each element where each has its own rate.
+        signs = _random_signs(gradient) if group["use_muon"] else -torch.sign(gradient)
+        shadow = w.shadow.change(old, gradient + signs * rounding, group)
+        explained = _INPUT_ROUNDINGS * float((shadow - expected).norm()) + _FP32_ROUNDINGS * float(new.norm())
         matrix = self._matrices.get(w.name)
         iterated_in = torch.float32 if matrix is None else self._zero.newton_schulz.dtype
         applied = new - old
@@ -232,10 +234,11 @@ class UpdateCheck:
         return flat.narrow(0, offset, param.numel()).view(param.shape).clone()
 
 
-def _rounding_of(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
-    """The largest error of one rounding of a sum to ``dtype``, given the sum of its terms' magnitudes."""
+def _rounding_of(magnitude: Tensor, dtype: torch.dtype, loss_scale: float) -> Tensor:
+    """The error of one rounding of an average to ``dtype``, given the average magnitude of its terms, unscaled."""
     limits = torch.finfo(dtype)
-    return torch.where(magnitude > 0, (magnitude + limits.tiny) * (limits.eps / 2), 0.0)
+    smallest = limits.tiny * limits.eps / loss_scale
+    return torch.where(magnitude > 0, magnitude * (limits.eps / 2) + smallest, 0.0)
 
 
 def _random_signs(like: Tensor) -> Tensor:
