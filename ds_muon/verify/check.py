@@ -155,7 +155,7 @@ class UpdateCheck:
     ) -> UpdateRecord:
         group = self._groups[w.group]
         expected = w.reference.change(old, gradient, group)
-        # At random for a matrix, whose singular values mix all elements; against each element where each has its own rate.
+        # At random for a matrix, whose singular values mix all elements; in AdamW each element against itself.
         signs = _random_signs(gradient) if group["use_muon"] else -torch.sign(gradient)
         shadow = w.shadow.change(old, gradient + signs * rounding, group)
         explained = _INPUT_ROUNDINGS * float((shadow - expected).norm()) + _FP32_ROUNDINGS * float(new.norm())
