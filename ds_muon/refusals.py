@@ -13,14 +13,17 @@ class DSMuonRefusal(ValueError):
     """A DeepSpeed config or model that DSMuon cannot train correctly. Lists every reason."""
 
 
-def config_refusals(config: Any) -> list[str]:
+def config_refusals(config: Any, mesh_device: Any) -> list[str]:
     """One line per setting that DSMuon cannot work with: the key, its value, and what to set instead.
 
     Args:
         config: the engine's parsed ``DeepSpeedConfig``.
+        mesh_device: the engine's device mesh, or None.
     """
     zero = config.zero_config
     stage = int(zero.stage)
+    offload = "none" if zero.offload_optimizer is None else zero.offload_optimizer.device
+    offload = getattr(offload, "value", offload)
     lines = []
     if stage not in (1, 2):
         lines.append(f"zero_optimization.stage = {stage}: DSMuon works with ZeRO stages 1 and 2; set 1 or 2")
@@ -30,6 +33,7 @@ def config_refusals(config: Any) -> list[str]:
             f"zero_optimization.reduce_scatter = true{absent}: it has computed Muon updates from pieces of a gradient; "
             "set it to false (with use_multi_rank_bucket_allreduce, the default, that moves no more bytes)"
         )
+    sequence_parallel = 1 if mesh_device is None else mesh_device.get_group(mesh_dim="sequence_parallel").size()
     lines += [
         f"{key} = {value}: {instead}"
         for key, value, refused, instead in (
@@ -41,8 +45,8 @@ def config_refusals(config: Any) -> list[str]:
             ),
             (
                 "zero_optimization.offload_optimizer.device",
-                getattr(getattr(zero.offload_optimizer, "device", None), "value", "none"),
-                getattr(getattr(zero.offload_optimizer, "device", None), "value", "none") != "none",
+                offload,
+                offload != "none",
                 "the optimizer must stay on the accelerator in this version; remove offload_optimizer",
             ),
             (
@@ -56,6 +60,13 @@ def config_refusals(config: Any) -> list[str]:
                 "true",
                 zero.elastic_checkpoint,
                 "elastic checkpoints hold Adam's state only; set it to false",
+            ),
+            (
+                "sequence_parallel_size",
+                sequence_parallel,
+                sequence_parallel > 1,
+                "on a device mesh DeepSpeed averages no gradients over sequence-parallel ranks; instead pass "
+                "mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp to deepspeed.initialize",
             ),
             (
                 "tensor_parallel.autotp_size",

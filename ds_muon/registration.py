@@ -186,7 +186,7 @@ def _prepare(engine: Any, model: nn.Module) -> _Prepared:
                 'DSMuon was passed to deepspeed.initialize(optimizer=...); set "optimizer": {"type": "DSMuon"} in the '
                 "DeepSpeed config instead, so that it can see the model and the ZeRO settings"
             )
-        refusals = config_refusals(engine._config) + model_refusals(model, engine.mpu)
+        refusals = config_refusals(engine._config, engine.mesh_device) + model_refusals(model, engine.mpu)
         if refusals:
             raise DSMuonRefusal("\n".join(["DSMuon refuses this setup:", *refusals]))
         config = DSMuonConfig.parse(engine.optimizer_params() or {})

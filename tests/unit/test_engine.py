@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from ds_muon.verify import UpdateCheck, UpdateRecord
 
+from ds_muon.verify import UpdateCheck, UpdateRecord
 from tests.unit.models import Block, PrescribedGradients, ds_config, start, train_step
 from tests.unit.ranks import run_ranks
 
@@ -57,10 +57,10 @@ def test_every_change_is_the_reference_within_1e5(case: str, stage: int, method:
     assert all(ranks[0] == other for other in ranks[1:])
 
 
-def check_block(config: dict[str, Any], steps: int) -> list[list[UpdateRecord]]:
+def check_block(config: dict[str, Any], steps: int, **kwargs: Any) -> list[list[UpdateRecord]]:
     """A real network, other data on every rank, as many micro-batches as the config accumulates."""
     torch.manual_seed(0)
-    engine = start(Block(), config)
+    engine = start(Block(), config, **kwargs)
     check = UpdateCheck(engine)
     generator = torch.Generator().manual_seed(1 + torch.distributed.get_rank())
     records = []
@@ -178,5 +178,20 @@ def check_checkpointed(config: dict[str, Any], steps: int) -> list[list[UpdateRe
     return records
 
 
+def test_sequence_parallel_ranks_sum_their_gradients() -> None:
+    """Two sequence-parallel ranks hold two parts of the same samples: their gradients add up."""
+    ranks = run_ranks(2, check_sequence_parallel, ds_config({"lr": 0.5, "adam_lr": 0.05}), 3)
+    assert_right(ranks[0])
+
+
 def check_sequence_parallel(config: dict[str, Any], steps: int) -> list[list[UpdateRecord]]:
-    return check_block(config, steps)
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+    from deepspeed.utils import groups
+
+    parallel_state_sp.initialize_sequence_parallel(2)
+    try:
+        records = check_block(config, steps, mpu=parallel_state_sp)
+        assert groups._get_sequence_parallel_world_size() == 2
+        return records
+    finally:
+        groups.mpu = None

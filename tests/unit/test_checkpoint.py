@@ -1,0 +1,139 @@
+"""Save and resume at the same world size, in new processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.models import Block, PrescribedGradients, ds_config, full_weights, start, train_step
+from tests.unit.ranks import RankFailure, run_ranks, stop_all
+from tests.unit.test_step import exact_gradients, state_of
+
+pytestmark = pytest.mark.ranks
+
+
+def train_block(config: dict[str, Any], first: int, last: int, load: str | None, save: str | None) -> dict[str, Any]:
+    """Steps ``first`` to ``last`` of a run whose data depends on the step; loads before, saves after."""
+    torch.manual_seed(0)
+    engine = start(Block(), config)
+    if load is not None:
+        engine.load_checkpoint(load)
+    loaded_state = state_of(engine)
+    for step in range(first, last):
+        generator = torch.Generator().manual_seed(100 * step + torch.distributed.get_rank())
+        tokens, targets = torch.randint(0, 40, (2, 2, 16), generator=generator).to(engine.device)
+        train_step(engine, tokens, targets)
+    if save is not None:
+        engine.save_checkpoint(save)
+    result = {
+        "weights": full_weights(engine),
+        "model": {name: p.detach().cpu().clone() for name, p in engine.module.named_parameters()},
+        "state": state_of(engine),
+        "loaded": loaded_state,
+        "scale": engine.optimizer.loss_scale,
+        "lr": [g["lr"] for g in engine.optimizer.param_groups],
+    }
+    engine.destroy()
+    return result
+
+
+def assert_same(left: Any, right: Any) -> None:
+    if isinstance(left, Tensor):
+        assert torch.equal(left, right)
+    elif isinstance(left, dict):
+        assert left.keys() == right.keys()
+        for key in left:
+            assert_same(left[key], right[key])
+    elif isinstance(left, list):
+        assert len(left) == len(right)
+        for a, b in zip(left, right, strict=True):
+            assert_same(a, b)
+    else:
+        assert left == right
+
+
+@pytest.mark.parametrize("momentum_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_resumed_run_is_bit_equal_to_a_straight_one(
+    tmp_path: Path, stage: int, dtype: str, momentum_dtype: str
+) -> None:
+    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}} if dtype == "float16" else {}
+    config = ds_config({"weight_decay": 0.1, "momentum_dtype": momentum_dtype}, stage=stage, dtype=dtype, **fp16)
+    straight = run_ranks(2, train_block, config, 0, 6, None, None)
+    half = run_ranks(2, train_block, config, 0, 3, None, str(tmp_path))
+    if stage == 2 and momentum_dtype == "float32":
+        stop_all()  # resume in new processes
+    resumed = run_ranks(2, train_block, config, 3, 6, str(tmp_path), None)
+    for rank in range(2):
+        # Loading before the first step restores momentum and moments.
+        assert_same(resumed[rank]["loaded"], half[rank]["state"])
+        for key in ("weights", "model", "state", "scale", "lr"):
+            assert_same(resumed[rank][key], straight[rank][key])
+
+
+def load_twice(config: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Load over a run under way: what DeepSpeed links to parameters must be the restored state."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    shapes = [(48, 48), (9,)]
+    engine = start(PrescribedGradients(shapes), config)
+    train_step(engine, exact_gradients(shapes, 0, engine.device))
+    engine.save_checkpoint(folder)
+    saved, saved_weights = state_of(engine), full_weights(engine)
+    train_step(engine, exact_gradients(shapes, 1, engine.device))
+    engine.load_checkpoint(folder)
+    linked = safe_get_full_optimizer_state(engine.module.p0, "momentum_buffer")
+    own = engine.optimizer.optimizer.state[engine.optimizer.single_partition_of_fp32_groups[0]]["momentum_buffer"]
+    total = own.square().sum()
+    torch.distributed.all_reduce(total)
+    restored = state_of(engine), full_weights(engine)
+    train_step(engine, exact_gradients(shapes, 1, engine.device))
+    relinked = safe_get_full_optimizer_state(engine.module.p0, "momentum_buffer")
+    return {
+        "saved": (saved, saved_weights),
+        "restored": restored,
+        "linked": float(linked.norm()),
+        "own": float(total.sqrt()),
+        "moved": bool((relinked != linked).any()),
+    }
+
+
+def test_loading_over_a_run_under_way_keeps_deepspeeds_links(tmp_path: Path) -> None:
+    for found in run_ranks(2, load_twice, ds_config(), str(tmp_path)):
+        assert_same(list(found["saved"]), list(found["restored"]))
+        assert found["linked"] == pytest.approx(found["own"], rel=1e-6)
+        assert found["moved"]
+
+
+def save_then_load(save: dict[str, Any], load: dict[str, Any], folder: str) -> None:
+    shapes = [(48, 48), (32, 48), (9,)]
+    engine = start(PrescribedGradients(shapes), save)
+    train_step(engine, exact_gradients(shapes, 0, engine.device))
+    engine.save_checkpoint(folder)
+    engine = start(PrescribedGradients(shapes), load)
+    engine.load_checkpoint(folder)
+
+
+def test_a_checkpoint_of_another_routing_is_refused_on_every_rank(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(2, save_then_load, ds_config(), ds_config({"adamw_params": ["p1"]}), str(tmp_path))
+    assert set(failure.value.errors) == {0, 1}
+    assert all("does not fit the optimizer" in error for error in failure.value.errors.values())
+
+
+def test_a_checkpoint_of_the_same_routing_loads(tmp_path: Path) -> None:
+    run_ranks(2, save_then_load, ds_config(), ds_config({"lr": 0.1}), str(tmp_path))
+
+
+def test_the_fp32_weights_can_be_extracted_by_deepspeeds_script(tmp_path: Path) -> None:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    config = ds_config(dtype="bfloat16")
+    weights = run_ranks(2, train_block, config, 0, 2, None, str(tmp_path))[0]["weights"]
+    extracted = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+    assert_same({name: extracted[name] for name in weights}, weights)

@@ -1,0 +1,172 @@
+"""What ``deepspeed.initialize`` refuses: with the key, the value and what to set instead, on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.unit.models import PrescribedGradients, ds_config, start
+from tests.unit.ranks import RankFailure, run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def initialize(config: dict[str, Any], kind: str = "plain") -> None:
+    from deepspeed.utils import groups
+
+    rank = torch.distributed.get_rank()
+    shapes: list[tuple[int, ...]] = [(8, 8), (8,)]
+    kwargs: dict[str, Any] = {}
+    if kind == "no matrix":
+        shapes = [(8,), (4,)]
+    elif kind == "other shapes on rank 1" and rank == 1:
+        shapes = [(8, 8), (8, 4), (8,)]
+    elif kind == "no matrix on rank 1" and rank == 1:
+        shapes = [(8,)]
+    model: nn.Module = PrescribedGradients(shapes)
+    if kind == "tagged on rank 1" and rank == 1:
+        model.p0.use_muon = False
+        model.p1.use_muon = False
+    elif kind == "tensor parallel":
+        model.p0.tensor_model_parallel = True
+    elif kind == "sparse":
+        model = nn.Sequential(nn.Embedding(8, 8, sparse=True), nn.Linear(8, 8))
+    elif kind == "foreign parameter":
+        kwargs["model_parameters"] = [*model.parameters(), nn.Parameter(torch.ones(4, 4))]
+    elif kind == "moe":
+        from deepspeed.moe.layer import MoE
+
+        model = nn.Sequential(nn.Linear(8, 8), MoE(8, nn.Linear(8, 8), num_experts=2, ep_size=1))
+    elif kind == "pipeline":
+        from deepspeed.pipe import PipelineModule
+
+        model = PipelineModule([nn.Linear(8, 8), nn.Linear(8, 8)], num_stages=1, loss_fn=nn.MSELoss())
+    elif kind == "mpu":
+        kwargs["mpu"] = _Mpu()
+    elif kind == "client optimizer":
+        from ds_muon import DSMuon, DSMuonConfig
+        from ds_muon.routing import route
+
+        groups = [{"params": [model.p0], "use_muon": True, "momentum": 0.9, "nesterov": True}]
+        kwargs["optimizer"] = DSMuon(groups, DSMuonConfig.parse({}), route(model))
+    if kind == "other config on rank 1" and rank == 1:
+        config["optimizer"]["params"]["ns_steps"] = 4
+    if kind == "unknown key on rank 1" and rank == 1:
+        config["optimizer"]["params"]["ns_step"] = 4
+    try:
+        start(model, config, **kwargs)
+    finally:
+        groups.mesh_device = groups.mpu = None
+
+
+class _Mpu:
+    """As Megatron's, with two tensor-parallel ranks."""
+
+    def get_model_parallel_world_size(self) -> int:
+        return 2
+
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+
+    def get_model_parallel_rank(self) -> int:
+        return int(torch.distributed.get_rank())
+
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+
+    def get_data_parallel_world_size(self) -> int:
+        return 1
+
+    def get_data_parallel_rank(self) -> int:
+        return 0
+
+    def get_data_parallel_group(self) -> Any:
+        return None
+
+    get_model_parallel_group = get_data_parallel_group
+    get_tensor_model_parallel_group = get_data_parallel_group
+
+
+CONFIGS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "reduce_scatter": (
+        {"zero": {"reduce_scatter": True}},
+        ["zero_optimization.reduce_scatter = true:", "set it to false"],
+    ),
+    "stage 0": ({"stage": 0}, ["zero_optimization.stage = 0", "set 1 or 2"]),
+    "stage 3": ({"stage": 3}, ["zero_optimization.stage = 3", "set 1 or 2"]),
+    "cpu offload": ({"zero": {"offload_optimizer": {"device": "cpu"}}}, ["offload_optimizer.device = cpu", "remove"]),
+    "nvme offload": (
+        {"zero": {"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}},
+        ["offload_optimizer.device = nvme", "remove"],
+    ),
+    "fp16 autocast": (
+        {"torch_autocast": {"enabled": True, "dtype": "float16"}},
+        ["torch_autocast.dtype = float16", "bfloat16"],
+    ),
+    "sequence parallel mesh": (
+        {"sequence_parallel_size": 2, "data_parallel_size": 1},
+        ["sequence_parallel_size = 2", "parallel_state_sp"],
+    ),
+    "elastic checkpoint": ({"zero": {"elastic_checkpoint": True}}, ["elastic_checkpoint = true", "set it to false"]),
+    "deepcompile": ({"compile": {"deepcompile": True}}, ["compile.deepcompile = true", "set it to false"]),
+    "unknown key": ({"params": {"ns_step": 3}}, ["ns_step", "ns_steps"]),
+    "auto": ({"params": {"lr": "auto"}}, ['lr = "auto"']),
+    "range": ({"params": {"momentum": 1.5}}, ["momentum = 1.5"]),
+    "normuon": ({"params": {"variant": "normuon"}}, ["variant", "normuon", "not available in this version"]),
+    "pattern": ({"params": {"muon_params": ["nothing.*"]}}, ["muon_params", "nothing.*"]),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_a_config_that_cannot_train_right_is_refused_on_every_rank(case: str) -> None:
+    settings, fragments = CONFIGS[case]
+    settings = dict(settings)
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(2, initialize, ds_config(settings.pop("params", {}), **settings), timeout=60)
+    assert set(failure.value.errors) == {0, 1}
+    for error in failure.value.errors.values():
+        assert all(fragment in error for fragment in fragments), error
+
+
+def test_an_absent_reduce_scatter_is_refused_as_deepspeeds_default() -> None:
+    config = ds_config()
+    del config["zero_optimization"]["reduce_scatter"]
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(2, initialize, config, timeout=60)
+    assert all("default when the key is absent" in error for error in failure.value.errors.values())
+
+
+MODELS = {
+    "no matrix": "AdamW",
+    "no matrix on rank 1": "no trainable matrix for Muon",
+    "other shapes on rank 1": "ranks [1] have other parameters",
+    "tagged on rank 1": "no trainable matrix for Muon",
+    "other config on rank 1": "ranks [1] have other",
+    "unknown key on rank 1": "ns_steps",
+    "tensor parallel": "tensor-parallel weights (p0)",
+    "foreign parameter": "not a parameter of the model",
+    "moe": "reduce_scatter: true",
+    "pipeline": "PipelineModule",
+    "mpu": "model-parallel world size = 2",
+    "client optimizer": '"type": "DSMuon"',
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_that_cannot_train_right_is_refused_on_every_rank(kind: str) -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(2, initialize, ds_config(), kind, timeout=60)
+    assert set(failure.value.errors) == {0, 1}
+    for error in failure.value.errors.values():
+        assert MODELS[kind] in error, error
+
+
+def test_a_sparse_embedding_forced_to_muon_is_refused() -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(2, initialize, ds_config({"muon_params": ["0.weight"]}), "sparse", timeout=60)
+    assert all("sparse" in error for error in failure.value.errors.values())
+
+
+def test_the_plain_case_is_not_refused() -> None:
+    run_ranks(2, initialize, ds_config(), timeout=60)

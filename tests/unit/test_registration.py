@@ -1,0 +1,107 @@
+"""Registration with DeepSpeed: importing is enough, twice does nothing, others' engines are left alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+from unittest import mock
+
+import pytest
+from deepspeed.runtime import engine as deepspeed_engine
+from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
+
+import ds_muon
+from ds_muon import registration
+from tests.unit.models import Block, PrescribedGradients, ds_config, start
+from tests.unit.ranks import run_ranks
+
+
+@pytest.mark.parametrize("order", ["import deepspeed, ds_muon", "import ds_muon, deepspeed"])
+def test_importing_registers_in_either_order(order: str) -> None:
+    code = f"{order}; from deepspeed.runtime.engine import DeepSpeedEngine as E; "
+    code += "assert E._is_supported_optimizer(None, 'dsMUON'); assert not E._is_supported_optimizer(None, 'dsmuo')"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_registering_twice_wraps_once() -> None:
+    before = {name: getattr(deepspeed_engine.DeepSpeedEngine, name) for name in registration._ENGINE_METHODS}
+    ds_muon.register()
+    assert before == {name: getattr(deepspeed_engine.DeepSpeedEngine, name) for name in before}
+
+
+def test_a_deepspeed_without_the_parts_is_refused_by_name() -> None:
+    with (
+        mock.patch.object(registration, "_ZERO_ATTRIBUTES", ("round_robin_bit16_offsets", "gone")),
+        pytest.raises(ImportError, match=r"DeepSpeedZeroOptimizer\.gone.*Install deepspeed 0\.19\.8"),
+    ):
+        registration._check_parts()
+
+
+def test_a_zero_optimizer_that_lays_out_otherwise_is_refused() -> None:
+    """The plan is compared with ZeRO's own layout when the engine is built."""
+    assert "lays out" in str(run_ranks(1, shifted_layout)[0])
+
+
+def shifted_layout() -> str:
+    from ds_muon import zero
+
+    def shifted(*args: Any, **kwargs: Any) -> Any:
+        layout = ds_muon.flat_layout(*args, **kwargs)
+        return ds_muon.FlatLayout(layout.order, tuple(o + 2 for o in layout.offsets), layout.partition_size)
+
+    with mock.patch.object(zero, "flat_layout", shifted):
+        try:
+            start(PrescribedGradients([(8, 8)]), ds_config())
+        except RuntimeError as error:
+            return str(error)
+    return "not refused"
+
+
+def optimizer_types(config: dict[str, Any], optimizer: dict[str, Any]) -> tuple[str, str]:
+    engine = start(Block(), {**config, "optimizer": optimizer})
+    return type(engine.optimizer).__name__, type(engine.optimizer.optimizer).__name__
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["DSMuon", "dsmuon", "DSMUON"])
+def test_the_type_matches_in_any_case(name: str) -> None:
+    found = run_ranks(2, optimizer_types, ds_config(), {"type": name, "params": {}})
+    assert found == [("MuonZeroOptimizer", "DSMuon")] * 2
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("optimizer", "expected"),
+    [
+        ({"type": "AdamW", "params": {"torch_adam": True}}, "AdamW"),
+        ({"type": "Muon", "params": {"lr": 0.02}}, "MuonWithAuxAdam"),
+        ({"type": "SGD", "params": {"lr": 0.02}}, "SGD"),
+    ],
+)
+def test_other_optimizers_are_left_to_deepspeed(optimizer: dict[str, Any], expected: str) -> None:
+    config = ds_config(zero_allow_untested_optimizer=True)
+    assert run_ranks(2, optimizer_types, config, optimizer) == [("DeepSpeedZeroOptimizer", expected)] * 2
+    assert deepspeed_engine.DeepSpeedZeroOptimizer is deepspeed_zero.DeepSpeedZeroOptimizer
+
+
+def logged(config: dict[str, Any]) -> tuple[list[str], list[str]]:
+    lines: list[str] = []
+    warnings: list[str] = []
+    with (
+        mock.patch.object(registration, "log_dist", lambda line, ranks: lines.append(line)),
+        mock.patch.object(registration.logger, "warning", warnings.append),
+    ):
+        engine = start(Block(), config)
+    assert engine.optimizer.optimizer.routing.table().count("\n") >= 9
+    return lines, warnings
+
+
+@pytest.mark.ranks
+def test_rank_0_logs_a_line_per_half_and_warns_of_a_large_adamw_rate() -> None:
+    config = ds_config()
+    config["optimizer"]["params"] = {"lr": 0.02}
+    (lines, warnings), (_, other_warnings) = run_ranks(2, logged, config)
+    assert any("Muon" in line and "3 matrices" in line for line in lines), lines
+    assert any("AdamW" in line for line in lines) and any("straddle" in line for line in lines)
+    assert any("0.02" in w and "adam_lr" in w for w in warnings) and not other_warnings

@@ -1,0 +1,757 @@
+"""Every tensor goes to the right half for a stated reason, whatever the order of registration."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+from ds_muon.config import DSMuonConfig, DSMuonConfigError
+from ds_muon.routing import Routing, RoutingError, route, split_param_groups
+
+VOCAB, WIDTH = 97, 8
+CONFIG = DSMuonConfig.parse(
+    {"muon_lr": 0.02, "adam_lr": 3e-4, "muon_weight_decay": 0.1, "adam_weight_decay": 0.01, "betas": [0.8, 0.9]}
+)
+
+
+class Holder(nn.Module):
+    """Modules and parameters under given dotted names, in the given order."""
+
+    def __init__(self, **children: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        for name, child in children.items():
+            setattr(self, name, child)
+
+
+def nested(path: str, leaf: nn.Module) -> nn.Module:
+    """A module that holds ``leaf`` under the dotted ``path``."""
+    for name in reversed(path.split(".")):
+        leaf = nn.Sequential(OrderedDict({name: leaf}))
+    return leaf
+
+
+def raw(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.ones(*shape))
+
+
+def linear(rows: int = WIDTH, cols: int = WIDTH, bias: bool = False) -> nn.Linear:
+    return nn.Linear(cols, rows, bias=bias)
+
+
+def decisions(model: nn.Module, **patterns: list[str]) -> dict[str, tuple[str, str]]:
+    return {r.name: (r.half, r.reason) for r in route(model, **patterns).routes}
+
+
+def decision(module: nn.Module | nn.Parameter, path: str = "thing", vocab: int | None = VOCAB) -> tuple[str, str]:
+    """How the weight of one module is routed in a model with a body and, unless None, a vocabulary."""
+    model = Holder(body=linear())
+    if vocab:
+        model.wte = nn.Embedding(vocab, WIDTH)
+    if isinstance(module, nn.Parameter):
+        owner, _, name = path.rpartition(".")
+        holder = Holder(**{name: module})
+        model.m = nested(owner, holder) if owner else holder
+        return decisions(model)["m." + path]
+    model.m = nested(path, module)
+    return decisions(model)[f"m.{path}.weight"]
+
+
+class GPT(nn.Module):
+    def __init__(self, tied: bool = False, head_first: bool = False) -> None:
+        super().__init__()
+        if head_first:
+            self.lm_head = linear(VOCAB)
+        self.wte = nn.Embedding(VOCAB, WIDTH)
+        self.wpe = nn.Embedding(16, WIDTH)
+        block = {"attn": linear(3 * WIDTH, bias=True), "mlp": linear(4 * WIDTH), "ln": nn.LayerNorm(WIDTH)}
+        self.h = nn.ModuleList([Holder(**copy.deepcopy(block)) for _ in range(2)])
+        if not head_first:
+            self.lm_head = linear(VOCAB)
+        if tied:
+            self.lm_head.weight = self.wte.weight
+
+
+# route: types, shapes, names
+
+
+def test_a_gpt_is_split_into_body_and_rest():
+    assert decisions(GPT()) == {
+        "wte.weight": ("adamw", "embedding"),
+        "wpe.weight": ("adamw", "embedding"),
+        "h.0.attn.weight": ("muon", "matrix"),
+        "h.0.attn.bias": ("adamw", "vector"),
+        "h.0.mlp.weight": ("muon", "matrix"),
+        "h.0.ln.weight": ("adamw", "vector"),
+        "h.0.ln.bias": ("adamw", "vector"),
+        "h.1.attn.weight": ("muon", "matrix"),
+        "h.1.attn.bias": ("adamw", "vector"),
+        "h.1.mlp.weight": ("muon", "matrix"),
+        "h.1.ln.weight": ("adamw", "vector"),
+        "h.1.ln.bias": ("adamw", "vector"),
+        "lm_head.weight": ("adamw", "output head"),
+    }
+
+
+@pytest.mark.parametrize(("head_first", "reason"), [(False, "embedding"), (True, "tied to an embedding")])
+def test_a_tied_weight_is_an_embedding_in_either_order(head_first, reason):
+    routes = route(GPT(tied=True, head_first=head_first)).routes
+    (tied,) = [r for r in routes if len(r.names) == 2]
+    assert set(tied.names) == {"wte.weight", "lm_head.weight"}
+    assert tied.name == tied.names[0] == ("lm_head.weight" if head_first else "wte.weight")
+    assert (tied.half, tied.reason) == ("adamw", reason)
+    assert sum("lm_head.weight" in r.names for r in routes) == 1
+
+
+@pytest.mark.parametrize("head_first", [False, True])
+def test_a_weight_tied_under_a_plain_name_is_an_embedding(head_first):
+    embedding, out = nn.Embedding(VOCAB, WIDTH), linear(VOCAB)
+    out.weight = embedding.weight
+    ordered = {"out": out, "tokens": embedding} if head_first else {"tokens": embedding, "out": out}
+    assert route(Holder(**ordered, body=linear())).routes[0].half == "adamw"
+
+
+@pytest.mark.parametrize("linear_first", [False, True])
+def test_a_raw_embedding_tied_to_a_linear_is_an_embedding_in_either_order(linear_first):
+    out = linear(VOCAB)
+    model = Holder(out=out, embed=out.weight) if linear_first else Holder(embed=out.weight, out=out)
+    model.body = linear()
+    assert route(model).routes[0].reason == "embedding by name"
+
+
+def test_a_shared_module_is_routed_once_with_all_names():
+    shared = linear()
+    (only,) = route(Holder(a=shared, b=shared)).routes
+    assert only.names == ("a.weight", "b.weight") and only.half == "muon" and only.numel == WIDTH * WIDTH
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (nn.Embedding(5, 4), "embedding"),
+        (nn.EmbeddingBag(5, 4), "embedding"),
+        (nn.Embedding(5, 4, sparse=True), "embedding"),
+        (nn.Conv1d(4, 4, 3), "convolution"),
+        (nn.Conv2d(4, 4, 3), "convolution"),
+        (nn.ConvTranspose2d(4, 4, 3), "convolution"),
+        (nn.Bilinear(4, 4, 4), "3-D tensor"),
+        (nn.LayerNorm(4), "vector"),
+        (nn.LayerNorm((4, 4)), "normalization"),
+        (nn.RMSNorm((4, 4)), "normalization"),
+        (linear(1, 8), "a side of 1"),
+        (linear(8, 1), "a side of 1"),
+    ],
+)
+def test_adamw_by_type_and_shape(module, reason):
+    assert decision(module) == ("adamw", reason)
+
+
+def test_adamw_by_shape_of_raw_parameters():
+    assert decision(nn.Parameter(torch.tensor(1.0))) == ("adamw", "scalar")
+    assert decision(raw(4)) == ("adamw", "vector")
+    assert decision(raw(3, 4, 5)) == ("adamw", "3-D tensor")
+    assert decision(raw(2, 3, 4, 5)) == ("adamw", "4-D tensor")
+    assert decision(raw(2, 2)) == ("muon", "matrix")
+
+
+def test_attention_and_recurrent_matrices_go_to_muon():
+    model = Holder(attn=nn.MultiheadAttention(WIDTH, 2), rnn=nn.LSTM(WIDTH, WIDTH))
+    muon = {name for name, (half, _) in decisions(model).items() if half == "muon"}
+    assert muon == {"attn.in_proj_weight", "attn.out_proj.weight", "rnn.weight_ih_l0", "rnn.weight_hh_l0"}
+
+
+def test_a_parametrized_weight_keeps_its_owner():
+    model = Holder(table=nn.Embedding(VOCAB, WIDTH), body=linear())
+    nn.utils.parametrizations.orthogonal(model.table)
+    nn.utils.parametrizations.orthogonal(model.body)
+    assert decisions(model) == {
+        "table.parametrizations.weight.original": ("adamw", "embedding"),
+        "body.parametrizations.weight.original": ("muon", "matrix"),
+    }
+
+
+# route: output heads
+
+
+class Causal(nn.Module):
+    """Like a Hugging Face model: the head has any name, and a method tells which it is."""
+
+    def __init__(self, answer: object = "head") -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, WIDTH)
+        self.body = linear()
+        self.to_words = linear(VOCAB, bias=True)
+        self.answer = answer
+
+    def get_output_embeddings(self) -> object:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return {"head": self.to_words, "list": [self.to_words]}.get(str(self.answer), self.answer)
+
+
+@pytest.mark.parametrize("answer", ["head", "list"])
+def test_the_declared_output_embeddings_are_a_head(answer):
+    assert decisions(Causal(answer))["to_words.weight"] == ("adamw", "output head")
+    assert decisions(Causal(answer))["body.weight"] == ("muon", "matrix")
+
+
+def test_a_submodule_may_declare_the_head():
+    assert decisions(Holder(inner=Causal()))["inner.to_words.weight"] == ("adamw", "output head")
+
+
+@pytest.mark.parametrize("answer", [None, NotImplementedError("no head"), AttributeError("lm_head"), 3])
+def test_a_method_without_an_answer_is_ignored(answer):
+    assert decisions(Causal(answer))["to_words.weight"] == ("muon", "matrix")
+
+
+def test_a_declared_head_module_does_not_take_its_submodules_along():
+    model = Causal()
+    model.to_words = Holder(dense=linear(), bias=raw(VOCAB))
+    assert decisions(model)["to_words.dense.weight"] == ("muon", "matrix")
+
+
+@pytest.mark.parametrize("vocab", [VOCAB, None])
+@pytest.mark.parametrize("name", ["lm_head", "embed_out", "unembed", "unembedding", "output_embeddings", "LM_head"])
+def test_an_unmistakable_leaf_is_a_head_of_any_size(name, vocab):
+    assert decision(linear(31), f"model.{name}", vocab) == ("adamw", "output head")
+
+
+PATHS = ["head", "output", "cls.predictions.decoder", "generator.proj", "head.2", "lm_head.decoder", "mtp.3.head"]
+PATHS += ["lm_head.modules_to_save.default", "logits", "to_logits", "decoder.output_projection"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_head_word_needs_the_vocabulary(path):
+    assert decision(linear(VOCAB), path) == ("adamw", "output head")
+    assert decision(linear(VOCAB - 1), path) == ("muon", "matrix")
+    assert decision(linear(VOCAB), path, vocab=None) == ("muon", "matrix")
+
+
+def test_the_dense_layer_of_a_roberta_head_stays_with_muon():
+    model = Holder(
+        embeddings=nn.Embedding(VOCAB, WIDTH),
+        lm_head=Holder(dense=linear(bias=True), layer_norm=nn.LayerNorm(WIDTH), decoder=linear(VOCAB, bias=True)),
+    )
+    found = decisions(model)
+    assert found["lm_head.dense.weight"] == ("muon", "matrix")
+    assert found["lm_head.decoder.weight"] == ("adamw", "output head")
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["overhead", "headroom.proj", "my_lm_head2", "outputs", "lm_heads", "encoder_decoder", "embedder_mlp", "multihead"],
+)
+def test_part_of_a_segment_is_no_head(path):
+    assert decision(linear(VOCAB), path) == ("muon", "matrix")
+
+
+@pytest.mark.parametrize("path", ["layers.3.attention.output", "decoder.layers.0.fc", "layers.0.output.dense"])
+def test_a_vocabulary_as_wide_as_the_model_does_not_make_heads_of_layers(path):
+    assert decision(linear(), path, vocab=WIDTH) == ("muon", "matrix")
+
+
+@pytest.mark.parametrize("path", ["head", "output", "head.0"])
+def test_a_vocabulary_as_wide_as_the_model_still_has_its_head(path):
+    assert decision(linear(), path, vocab=WIDTH) == ("adamw", "output head")
+
+
+def test_a_position_table_is_no_vocabulary():
+    model = Holder(positions=Holder(wpe=nn.Embedding(31, WIDTH)), decoder=Holder(fc=linear(31)))
+    assert decisions(model)["decoder.fc.weight"] == ("muon", "matrix")
+
+
+def test_a_raw_embedding_counts_as_a_vocabulary():
+    assert decisions(Holder(wte=raw(VOCAB, WIDTH), body=linear(), head=linear(VOCAB)))["head.weight"][0] == "adamw"
+
+
+def test_a_subclass_of_linear_is_a_linear():
+    class LoraLinear(nn.Linear):
+        pass
+
+    assert decision(LoraLinear(WIDTH, VOCAB), "lm_head") == ("adamw", "output head")
+    assert decision(LoraLinear(WIDTH, WIDTH), "embed.proj") == ("muon", "matrix")
+
+
+def test_a_frozen_embedding_still_gives_the_vocabulary():
+    model = Holder(wte=nn.Embedding(VOCAB, WIDTH), body=linear(), head=linear(VOCAB))
+    model.wte.requires_grad_(False)
+    assert decisions(model)["head.weight"] == ("adamw", "output head")
+
+
+# route: raw parameters and custom modules, by name
+
+
+@pytest.mark.parametrize(
+    "path", ["wte", "embed_tokens.weight", "tok_embeddings.weight", "model.embedding.table", "W_E"]
+)
+def test_raw_embeddings_by_name(path):
+    assert decision(raw(31, WIDTH), path) == ("adamw", "embedding by name")
+
+
+@pytest.mark.parametrize("path", ["wpe", "pos_embed", "model.position_embeddings.weight", "positional_embedding"])
+def test_raw_position_tables_by_name(path):
+    assert decision(raw(31, WIDTH), path) == ("adamw", "position table")
+
+
+def test_a_raw_head_by_unmistakable_name():
+    assert decision(raw(31, WIDTH), "lm_head.weight") == ("adamw", "output head by name")
+    assert decision(raw(31, WIDTH), "head.weight") == ("muon", "matrix")
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["embedder_mlp.weight", "unembedded.weight", "wtef", "embed.layers.proj.weight", "positions.weight", "wpe.a.b"],
+)
+def test_raw_matrices_with_other_segments_go_to_muon(path):
+    assert decision(raw(31, WIDTH), path) == ("muon", "matrix")
+
+
+@pytest.mark.parametrize("path", ["patch_embed.proj", "embed", "wpe", "word_embeddings", "pos_embed.proj"])
+def test_a_linear_under_an_embedding_name_stays_with_muon(path):
+    assert decision(linear(), path) == ("muon", "matrix")
+
+
+# route: frozen, empty, tags, patterns
+
+
+def test_frozen_and_empty_tensors_are_left_out():
+    model = Holder(body=linear(), frozen=linear(), empty=raw(0, 4))
+    model.frozen.requires_grad_(False)
+    model.frozen.weight.use_muon = True
+    assert decisions(model) == {
+        "body.weight": ("muon", "matrix"),
+        "frozen.weight": ("none", "frozen"),
+        "empty": ("none", "empty"),
+    }
+    assert decisions(model, muon_params=["*"])["empty"] == ("none", "empty")
+
+
+def test_a_tensor_without_a_shape_is_refused():
+    with pytest.raises(RoutingError, match=r"lazy\.weight has no shape yet"):
+        route(Holder(body=linear(), lazy=nn.LazyLinear(4)))
+
+
+def test_tags_overrule_the_rules():
+    model = Holder(body=linear(), wte=nn.Embedding(5, 4), other=linear(), untagged=linear())
+    model.wte.weight.use_muon = True
+    model.other.weight.use_muon = False
+    model.untagged.weight.use_muon = None
+    assert decisions(model) == {
+        "body.weight": ("muon", "matrix"),
+        "wte.weight": ("muon", "use_muon = True"),
+        "other.weight": ("adamw", "use_muon = False"),
+        "untagged.weight": ("muon", "matrix"),
+    }
+
+
+@pytest.mark.parametrize("param", [raw(4), raw(2, 3, 4), raw(2, 3, 4, 5), raw(1, 8), raw(8, 1)])
+def test_a_tag_cannot_send_other_shapes_to_muon(param):
+    param.use_muon = True
+    with pytest.raises(RoutingError, match=r"odd of shape .*use_muon = True"):
+        route(Holder(body=linear(), odd=param))
+    param.use_muon = False
+    assert decisions(Holder(body=linear(), odd=param))["odd"] == ("adamw", "use_muon = False")
+
+
+@pytest.mark.parametrize("tag", [1, "yes", 0])
+def test_a_tag_is_a_boolean(tag):
+    model = Holder(body=linear())
+    model.body.weight.use_muon = tag
+    with pytest.raises(RoutingError, match=r"body\.weight\.use_muon = .*; set True, False or None"):
+        route(model)
+
+
+def test_patterns_overrule_tags_and_rules():
+    model = Holder(a=linear(), b=linear(), wte=nn.Embedding(5, 4))
+    model.a.weight.use_muon = True
+    model.b.weight.use_muon = False
+    assert decisions(model, muon_params=["b.*", "w?e.weight"], adamw_params=["a*"]) == {
+        "a.weight": ("adamw", "adamw_params 'a*'"),
+        "b.weight": ("muon", "muon_params 'b.*'"),
+        "wte.weight": ("muon", "muon_params 'w?e.weight'"),
+    }
+
+
+@pytest.mark.parametrize("pattern", ["lm_head.*", "wte.*"])
+@pytest.mark.parametrize("head_first", [False, True])
+def test_patterns_match_any_name_of_a_tied_weight(pattern, head_first):
+    routes = route(GPT(tied=True, head_first=head_first), muon_params=[pattern]).routes
+    assert [r.half for r in routes if len(r.names) == 2] == ["muon"]
+
+
+def test_patterns_respect_case():
+    with pytest.raises(RoutingError, match="matches no parameter"):
+        route(Holder(Body=linear()), muon_params=["body.*"])
+
+
+def test_patterns_that_contradict_each_other_are_refused():
+    with pytest.raises(RoutingError, match=r"b\.weight matches both muon_params 'b\*' and adamw_params '\*\.weight'"):
+        route(Holder(b=linear()), muon_params=["b*"], adamw_params=["*.weight"])
+
+
+@pytest.mark.parametrize("key", ["muon_params", "adamw_params"])
+def test_a_pattern_without_a_match_names_near_ones(key):
+    with pytest.raises(RoutingError, match=rf"{key}: 'h\.0\.atn\.\*' matches no parameter; .*h\.0\.attn\.weight"):
+        route(GPT(), **{key: ["h.0.atn.*"]})
+
+
+@pytest.mark.parametrize(
+    ("param", "why"),
+    [
+        (raw(4), "matrices only"),
+        (nn.Parameter(torch.tensor(1.0)), "matrices only"),
+        (raw(2, 3, 4), "3-D tensors are not available in this version"),
+        (raw(2, 3, 4, 5), "4-D tensors are not available in this version"),
+        (raw(1, 8), "a side of 1"),
+        (raw(8, 1), "a side of 1"),
+    ],
+)
+def test_a_pattern_cannot_send_other_shapes_to_muon(param, why):
+    with pytest.raises(RoutingError, match=rf"odd of shape .*muon_params 'od\*'.*{why}"):
+        route(Holder(body=linear(), odd=param), muon_params=["od*"])
+    assert decisions(Holder(body=linear(), odd=param), adamw_params=["od*"])["odd"][0] == "adamw"
+
+
+@pytest.mark.parametrize("module", [nn.Embedding(5, 4, sparse=True), nn.EmbeddingBag(5, 4, sparse=True)])
+def test_sparse_gradients_cannot_go_to_muon(module):
+    with pytest.raises(RoutingError, match=r"wte\.weight .*sparse gradients"):
+        route(Holder(body=linear(), wte=module), muon_params=["wte.*"])
+    module.weight.use_muon = True
+    with pytest.raises(RoutingError, match=r"wte\.weight .*sparse gradients"):
+        route(Holder(body=linear(), wte=module))
+
+
+@pytest.mark.parametrize("model", [nn.LayerNorm(4), nn.Embedding(5, 4), nn.Identity(), Holder(lm_head=linear())])
+def test_a_model_without_a_matrix_is_refused(model):
+    with pytest.raises(RoutingError, match=r"no trainable matrix for Muon .*use AdamW, or .*muon_params"):
+        route(model)
+
+
+def test_routing_modifies_nothing():
+    model = GPT(tied=True)
+    before = {name: (param.data.clone(), dict(vars(param))) for name, param in model.named_parameters()}
+    route(model, muon_params=["h.*.mlp.weight"], adamw_params=["h.0.attn.*"])
+    for name, param in model.named_parameters():
+        assert torch.equal(param, before[name][0]) and vars(param) == before[name][1]
+
+
+# Routing: table, summary, digest
+
+
+def test_the_table_has_one_aligned_line_per_tensor():
+    lines = route(GPT(tied=True)).table().splitlines()
+    assert len(lines) == 13
+    column = lines[0].index("half")
+    assert {line[column:].split()[0] for line in lines} == {"half", "muon", "adamw"}
+    assert lines[1].split("  ")[0] == "wte.weight = lm_head.weight"
+    assert "97 x 8" in lines[1] and lines[1].endswith("embedding")
+
+
+def test_the_table_cuts_long_lists_of_names_and_shows_scalars():
+    shared = linear()
+    model = Holder(a=shared, b=shared, c=shared, gain=nn.Parameter(torch.tensor(1.0)))
+    table = route(model).table()
+    assert "a.weight = b.weight = ..." in table and "c.weight" not in table and "scalar  adamw  scalar" in table
+
+
+def test_the_summary_counts_tensors_and_elements():
+    big = linear(1000, 2000)
+    assert route(Holder(a=big, b=big)).summary() == [
+        "Muon: 1 matrix, 2,000,000 elements",
+        "AdamW: 0 tensors, 0 elements",
+    ]
+    model = Holder(a=linear(), b=linear(bias=True), e=raw(0), f=raw(3))
+    model.f.requires_grad = False
+    assert route(model).summary() == [
+        "Muon: 2 matrices, 128 elements",
+        "AdamW: 1 tensor, 8 elements",
+        "Not trained: 2 tensors, 3 elements: e (empty), f (frozen)",
+    ]
+
+
+def test_the_summary_names_only_some_of_many_frozen_tensors():
+    model = Holder(body=linear(), **{f"f{i}": raw(1) for i in range(9)})
+    for i in range(9):
+        getattr(model, f"f{i}").requires_grad = False
+    assert route(model).summary()[2] == (
+        "Not trained: 9 tensors, 9 elements: f0 (frozen), f1 (frozen), f2 (frozen), ..."
+    )
+
+
+def test_equal_routings_have_equal_digests_whatever_the_dtype_and_reason():
+    digest = route(GPT()).digest()
+    assert isinstance(digest, bytes) and len(digest) == 32
+    assert route(GPT().bfloat16()).digest() == digest
+    assert route(GPT(), muon_params=["h.0.mlp.weight"]).digest() == digest
+
+
+def test_different_routings_have_different_digests():
+    frozen, narrow = GPT(), GPT()
+    frozen.h[0].mlp.requires_grad_(False)
+    narrow.h[0].mlp = linear(3)
+    shared = linear()
+    routings = [
+        route(Holder(a=shared)),
+        route(Holder(a=shared, b=shared)),
+        route(GPT()),
+        route(GPT(tied=True)),
+        route(GPT(head_first=True)),
+        route(frozen),
+        route(narrow),
+        route(GPT(), adamw_params=["h.0.mlp.*"]),
+    ]
+    digests = {routing.digest() for routing in routings} | {routings[0].digest("extra")}
+    assert len(digests) == len(routings) + 1
+
+
+# split_param_groups
+
+
+def split(model: nn.Module, model_parameters: object, routing: Routing | None = None) -> list[dict]:
+    return split_param_groups(model, model_parameters, routing or route(model), CONFIG)  # type: ignore[arg-type]
+
+
+def names_of(model: nn.Module, group: dict) -> list[str]:
+    names = {id(param): name for name, param in model.named_parameters()}
+    return [names[id(param)] for param in group["params"]]
+
+
+@pytest.mark.parametrize("make", [list, tuple, iter, lambda params: (p for p in params)])
+def test_loose_tensors_give_two_groups_with_the_config_of_their_half(make):
+    model = GPT()
+    muon, adamw = split(model, make(model.parameters()))
+    assert names_of(model, muon) == [f"h.{i}.{name}.weight" for i in range(2) for name in ("attn", "mlp")]
+    assert len(adamw["params"]) == 9
+    assert {k: v for k, v in muon.items() if k != "params"} == {
+        "use_muon": True,
+        "name": "muon",
+        "lr": 0.02,
+        "weight_decay": 0.1,
+        "momentum": 0.95,
+        "nesterov": True,
+    }
+    assert {k: v for k, v in adamw.items() if k != "params"} == {
+        "use_muon": False,
+        "name": "adamw",
+        "lr": 3e-4,
+        "weight_decay": 0.01,
+        "betas": (0.8, 0.9),
+        "eps": 1e-8,
+    }
+
+
+def test_the_groups_are_what_a_torch_optimizer_takes():
+    model = GPT()
+    optimizer = torch.optim.Optimizer(split(model, model.parameters()), {})
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
+
+
+def test_shared_values_reach_both_halves():
+    model = GPT()
+    config = DSMuonConfig.parse({"lr": 0.001, "weight_decay": 0.0, "adam_weight_decay": 0.5})
+    muon, adamw = split_param_groups(model, model.parameters(), route(model), config)
+    assert (muon["lr"], muon["weight_decay"], adamw["lr"], adamw["weight_decay"]) == (0.001, 0.0, 0.001, 0.5)
+
+
+def test_muon_groups_come_first_in_the_users_order():
+    model = GPT()
+    given = [
+        {"params": [model.wte.weight, model.h[0].mlp.weight]},
+        {"params": iter([model.h[1].attn.weight])},
+        {"params": [model.wpe.weight], "name": "positions"},
+        {"params": model.h[1].mlp.parameters(), "name": "last"},
+        {"params": []},
+    ]
+    groups = split(model, given)
+    assert [group["name"] for group in groups] == [
+        "group0-muon",
+        "group1-muon",
+        "last-muon",
+        "group0-adamw",
+        "positions-adamw",
+    ]
+    assert [group["use_muon"] for group in groups] == [True, True, True, False, False]
+    assert [names_of(model, group) for group in groups] == [
+        ["h.0.mlp.weight"],
+        ["h.1.attn.weight"],
+        ["h.1.mlp.weight"],
+        ["wte.weight"],
+        ["wpe.weight"],
+    ]
+
+
+def test_a_single_named_group_keeps_its_name():
+    model = GPT()
+    names = [group["name"] for group in split(model, [{"params": model.parameters(), "name": "all"}])]
+    assert names == ["all-muon", "all-adamw"]
+
+
+def test_loose_tensors_form_one_group_in_place_of_the_first():
+    model = GPT()
+    given = [
+        {"params": model.h[0].mlp.weight},
+        model.h[1].mlp.weight,
+        {"params": [model.wte.weight]},
+        model.wpe.weight,
+    ]
+    groups = split(model, given)
+    assert [group["name"] for group in groups] == ["group0-muon", "group1-muon", "group1-adamw", "group2-adamw"]
+    assert names_of(model, groups[1]) + names_of(model, groups[2]) == ["h.1.mlp.weight", "wpe.weight"]
+
+
+def test_a_groups_own_values_win_and_zero_is_kept():
+    model = GPT()
+    given = [
+        {
+            "params": model.h.parameters(),
+            "lr": 0.5,
+            "weight_decay": 0.0,
+            "momentum": 0,
+            "eps": 0.0,
+            "betas": [0.5, 0.6],
+        },
+        {"params": [model.wte.weight], "lr": 0.0},
+        {"params": [model.wpe.weight], "weight_decay": 0},
+    ]
+    muon, adamw, wte, wpe = split(model, given)
+    assert (muon["lr"], muon["weight_decay"], muon["momentum"], muon["nesterov"]) == (0.5, 0.0, 0.0, True)
+    assert (adamw["lr"], adamw["weight_decay"], adamw["eps"], adamw["betas"]) == (0.5, 0.0, 0.0, (0.5, 0.6))
+    assert "betas" not in muon and "eps" not in muon and "momentum" not in adamw and "nesterov" not in adamw
+    assert (wte["lr"], wte["weight_decay"]) == (0.0, 0.01)
+    assert (wpe["lr"], wpe["weight_decay"]) == (3e-4, 0.0)
+
+
+def test_other_keys_are_carried_along_and_the_given_dict_is_left_alone():
+    model = GPT()
+    tag = object()
+    given = {"params": list(model.parameters()), "layer_scale": 0.5, "tag": tag}
+    before = dict(given)
+    for group in split(model, [given]):
+        assert group["layer_scale"] == 0.5 and group["tag"] is tag
+    assert given == before
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        *({"lr": value} for value in (-1.0, "auto", "0.1", None)),
+        *({"weight_decay": -0.1}, {"momentum": 1.0}, {"betas": [0.9]}, {"eps": float("nan")}),
+    ],
+)
+def test_a_groups_own_values_are_checked(own):
+    model = GPT()
+    ((key, _),) = own.items()
+    given = [{"params": [model.wte.weight]}, {"params": model.h.parameters(), **own}]
+    with pytest.raises(DSMuonConfigError, match=rf"^param_groups\[1\]\.{key}"):
+        split(model, given)
+
+
+@pytest.mark.parametrize("key", ["adam_lr", "muon_lr", "ns_steps", "muon_params"])
+def test_a_key_of_the_whole_optimizer_is_refused_in_a_group(key):
+    model = GPT()
+    with pytest.raises(RoutingError, match=rf"param group 0 has {key} = 1, .*optimizer\.params"):
+        split(model, [{"params": model.parameters(), key: 1}])
+
+
+def test_frozen_and_empty_tensors_are_in_no_group():
+    model = Holder(body=linear(), frozen=linear(), empty=raw(0, 4), gain=raw(4))
+    model.frozen.requires_grad_(False)
+    groups = split(model, model.parameters())
+    assert [names_of(model, group) for group in groups] == [["body.weight"], ["gain"]]
+
+
+def test_a_group_of_frozen_tensors_disappears():
+    model = Holder(body=linear(), frozen=linear(), gain=raw(4))
+    model.frozen.requires_grad_(False)
+    groups = split(model, [{"params": model.frozen.parameters()}, model.body.weight, {"params": [model.gain]}])
+    assert [group["name"] for group in groups] == ["group1-muon", "group2-adamw"]
+
+
+def test_a_model_may_have_no_adamw_parameter():
+    model = nn.Sequential(linear(), linear())
+    (only,) = split(model, model.parameters())
+    assert only["use_muon"] and only["name"] == "muon" and len(only["params"]) == 2
+
+
+def test_a_tied_weight_is_in_one_group_once():
+    model = GPT(tied=True, head_first=True)
+    muon, adamw = split(model, model.parameters())
+    assert sum(param is model.wte.weight for param in adamw["params"]) == 1
+    assert all(param is not model.wte.weight for param in muon["params"])
+
+
+def test_parameters_that_were_not_given_are_not_trained():
+    model = GPT()
+    (only,) = split(model, [model.h[0].mlp.weight])
+    assert names_of(model, only) == ["h.0.mlp.weight"]
+
+
+@pytest.mark.parametrize("given", [lambda m: [m.wte.weight], lambda m: [], lambda m: [{"params": []}]])
+def test_no_muon_matrix_among_the_given_is_refused(given):
+    model = GPT()
+    with pytest.raises(RoutingError, match=r"no trainable matrix for Muon; use AdamW, .*h\.0\.attn\.weight"):
+        split(model, given(model))
+
+
+def test_a_tensor_given_twice_is_refused():
+    model = GPT()
+    weight = model.h[0].mlp.weight
+    with pytest.raises(RoutingError, match=r"h\.0\.mlp\.weight is given twice, again in param group 1"):
+        split(model, [weight, {"params": [weight]}])
+    with pytest.raises(RoutingError, match=r"given twice, again in param group 0"):
+        split(model, [weight, weight])
+
+
+def test_a_tensor_of_another_model_is_refused():
+    model = GPT()
+    with pytest.raises(RoutingError, match=r"param group 1 holds a tensor of shape \(2, 3\) that is not a parameter"):
+        split(model, [{"params": model.parameters()}, {"params": [raw(2, 3)]}])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (lambda m: m.named_parameters(), r"param group 0 holds tuples; pass parameters\(\)"),
+        (lambda m: [{"params": ["h.0.mlp.weight"]}], "param group 0 holds 'h.0.mlp.weight', a str; pass"),
+        (lambda m: [{"params": m.parameters()}, None], "param group 1 holds None, a NoneType"),
+        (lambda m: [{"lr": 0.1}], r"param group 0 has the keys \['lr'\]; add \"params\""),
+        (lambda m: [{"params": set(m.parameters())}], "param group 0 has a set as params"),
+        (lambda m: {"params": m.parameters()}, "model_parameters is a dict; pass a list"),
+        (lambda m: m.wte.weight, "model_parameters is a Parameter; pass a list"),
+    ],
+)
+def test_malformed_groups_are_refused(given, message):
+    model = GPT()
+    with pytest.raises(RoutingError, match=message):
+        split(model, given(model))
+
+
+@pytest.mark.parametrize("name", ["group0", "", 3, None])
+def test_group_names_are_strings_of_their_own(name):
+    model = GPT()
+    given = [{"params": [model.h[0].mlp.weight]}, {"params": [model.wte.weight], "name": name}]
+    given.append({"params": [model.wpe.weight], "name": name})
+    with pytest.raises(RoutingError, match="has the name"):
+        split(model, given)
+
+
+def test_a_groups_use_muon_may_agree_with_the_routing_but_not_contradict_it():
+    model = GPT()
+    body = [param for param in model.h.parameters() if param.ndim == 2]
+    rest = [model.wte.weight, model.lm_head.weight]
+    groups = split(model, [{"params": rest, "use_muon": False}, {"params": body, "use_muon": True}])
+    assert [group["use_muon"] for group in groups] == [True, False]
+    with pytest.raises(RoutingError, match=r"use_muon = True, but wte\.weight goes to adamw; .*muon_params"):
+        split(model, [{"params": rest + body, "use_muon": True}])
+    with pytest.raises(RoutingError, match=r"use_muon = False, but h\.0\.attn\.weight goes to muon"):
+        split(model, [{"params": body, "use_muon": False}])
+
+
+@pytest.mark.parametrize("value", [None, 1, "yes"])
+def test_a_groups_use_muon_is_a_boolean(value):
+    model = GPT()
+    with pytest.raises(RoutingError, match="param group 0 has use_muon = "):
+        split(model, [{"params": [model.h[0].mlp.weight], "use_muon": value}])
