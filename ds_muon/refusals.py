@@ -130,7 +130,11 @@ def model_refusals(model: nn.Module, mpu: Any) -> list[str]:
 
 
 def _model_parallel_size(mpu: Any) -> int:
-    for getter in ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size"):
+    if hasattr(mpu, "initialize_sequence_parallel"):
+        # DeepSpeed's own unit for sequence parallelism: what it calls model parallel splits samples, not weights.
+        return 1
+    for name in ("tensor_model", "slice", "model"):
+        getter = f"get_{name}_parallel_world_size"
         if hasattr(mpu, getter):
             return int(getattr(mpu, getter)())
     return 1
