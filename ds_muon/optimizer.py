@@ -24,7 +24,7 @@ class DSMuon(Optimizer):
     whose arithmetic is ``torch.optim.AdamW``'s own (fused where torch has it for the device).
 
     Args:
-        param_groups: dicts as ``routing.split_param_groups`` makes them: Muon groups first, each with ``use_muon``.
+        param_groups: as ``param_groups.split_param_groups`` makes them: Muon groups first, each with ``use_muon``.
         config: the validated ``optimizer.params`` of the DeepSpeed config.
         routing: which half every parameter went to, and why.
 

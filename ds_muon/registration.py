@@ -21,8 +21,9 @@ from torch import nn
 from ds_muon.config import DSMuonConfig
 from ds_muon.guard import raise_together
 from ds_muon.optimizer import DSMuon
+from ds_muon.param_groups import split_param_groups
 from ds_muon.refusals import DSMuonRefusal, config_refusals, model_refusals
-from ds_muon.routing import Routing, route, split_param_groups
+from ds_muon.routing import Routing, route
 from ds_muon.zero import MuonZeroOptimizer
 
 OPTIMIZER_TYPE = "DSMuon"
