@@ -108,6 +108,7 @@ class UpdateCheck:
         self._groups: list[dict[str, Any]] = []
         self._gradients: list[Tensor] = []
         self._roundings: list[Tensor] = []
+        self._steps = 0
 
     def close(self) -> None:
         """Stop watching the gradients."""
@@ -136,6 +137,7 @@ class UpdateCheck:
         """One record per parameter, the same on every rank. Empty if the step was skipped."""
         if self._zero.overflow:
             return []
+        self._steps += 1
         after = self._full_weights()
         mismatches = torch.tensor(
             [not torch.equal(w.param, new.to(w.param.dtype)) for w, new in zip(self._watched, after, strict=True)],
@@ -156,8 +158,8 @@ class UpdateCheck:
         group = self._groups[w.group]
         expected = w.reference.change(old, gradient, group)
         # At random for a matrix, whose singular values mix all elements; in AdamW each element against itself.
-        signs = _random_signs(gradient) if group["use_muon"] else -torch.sign(gradient)
-        shadow = w.shadow.change(old, gradient + signs * rounding, group)
+        errors = _uniform(gradient, seed=self._steps) if group["use_muon"] else -torch.sign(gradient)
+        shadow = w.shadow.change(old, gradient + errors * rounding, group)
         explained = _INPUT_ROUNDINGS * float((shadow - expected).norm()) + _FP32_ROUNDINGS * float(new.norm())
         matrix = self._matrices.get(w.name)
         iterated_in = torch.float32 if matrix is None else self._zero.newton_schulz.dtype
@@ -241,10 +243,10 @@ def _rounding_of(magnitude: Tensor, dtype: torch.dtype, loss_scale: float) -> Te
     return torch.where(magnitude > 0, magnitude * (limits.eps / 2) + smallest, 0.0)
 
 
-def _random_signs(like: Tensor) -> Tensor:
-    """+1 and -1 by turns of a hash of the position: the same on every rank, and no generator of the user's moves."""
-    position = torch.arange(like.numel(), device=like.device)
-    return (1 - 2 * ((position * 2654435761 >> 15) & 1)).to(like.dtype).view(like.shape)
+def _uniform(like: Tensor, *, seed: int) -> Tensor:
+    """Uniform in [-1, 1), the same on every rank; no generator of the user's moves."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(like.shape, dtype=like.dtype, generator=generator).mul_(2).sub_(1).to(like.device)
 
 
 def _ratio(value: float, size: float) -> float:
