@@ -9,7 +9,7 @@ tested for world sizes that are not at hand.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 # ZeRO pads a flat buffer to this many elements per rank, so that every piece starts on a 4-byte boundary.
@@ -90,16 +90,20 @@ class GroupPlan:
 
     def outgoing(self, rank: int) -> tuple[tuple[tuple[Matrix, Slice], ...], ...]:
         """For each rank, the slices that ``rank`` sends it: those of matrices it owns. None to itself."""
-        return tuple(self._moving(holder=rank, owner=owner) for owner in range(self.world_size))
+        return self._routes((m.owner, m, s) for m, s in self._moving() if s.rank == rank)
 
     def incoming(self, rank: int) -> tuple[tuple[tuple[Matrix, Slice], ...], ...]:
         """For each rank, the slices that it sends to ``rank``, in the order in which it packs them."""
-        return tuple(self._moving(holder=holder, owner=rank) for holder in range(self.world_size))
+        return self._routes((s.rank, m, s) for m, s in self._moving() if m.owner == rank)
 
-    def _moving(self, *, holder: int, owner: int) -> tuple[tuple[Matrix, Slice], ...]:
-        if holder == owner:
-            return ()
-        return tuple((m, s) for m in self.straddlers if m.owner == owner for s in m.slices if s.rank == holder)
+    def _moving(self) -> Iterator[tuple[Matrix, Slice]]:
+        return ((m, s) for m in self.straddlers for s in m.slices if s.rank != m.owner)
+
+    def _routes(self, moves: Iterable[tuple[int, Matrix, Slice]]) -> tuple[tuple[tuple[Matrix, Slice], ...], ...]:
+        routes: list[list[tuple[Matrix, Slice]]] = [[] for _ in range(self.world_size)]
+        for peer, matrix, piece in moves:
+            routes[peer].append((matrix, piece))
+        return tuple(map(tuple, routes))
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,11 @@ def advance_momentum_(gradient: Tensor, momentum_buffer: Tensor, *, momentum: fl
     for g, m in zip(*pieces, strict=True):
         average = m.to(torch.float32)
         step = g - average
-        average.add_(step.mul_(1 - momentum))
+        # From the end that is nearer, as torch.lerp does: else a large M of which little stays takes digits of G along.
+        if momentum < 0.5:
+            torch.sub(g, step.mul_(momentum), out=average)
+        else:
+            average.add_(step.mul_(1 - momentum))
         if average is not m:
             m.copy_(average)
         if nesterov:
@@ -104,7 +108,8 @@ def muon_update(
         ns_dtype=ns_dtype,
         ns_eps=ns_eps,
     )
+    scale = update_scale(adjust_lr_fn, *grad.shape)
     direction = grad.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
     advance_momentum_(direction, momentum_buffer, momentum=momentum, nesterov=nesterov)
     (output,) = orthogonalize([direction], settings)
-    return output.to(torch.float32).mul_(update_scale(adjust_lr_fn, *grad.shape))
+    return output.to(torch.float32).mul_(scale)

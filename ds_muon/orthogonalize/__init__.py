@@ -86,12 +86,15 @@ def orthogonalize(matrices: Sequence[Tensor], settings: NewtonSchulz) -> list[Te
     The result of a matrix does not depend on what shares its batch: on CPU every matrix is a batch of its own, with
     the same memory alignment; on GPUs that rests on the vendor's batched product (see the README for where it holds).
     """
+    if not matrices:
+        return []
     outputs: dict[int, Tensor] = {}
     by_shape: dict[torch.Size, list[int]] = {}
     for index, matrix in enumerate(matrices):
         by_shape.setdefault(matrix.shape, []).append(index)
     exact = exact_products() if settings.dtype == torch.float32 else nullcontext()
-    with torch.no_grad(), exact:
+    # The iteration has its own dtype: a caller's autocast must not choose another.
+    with torch.no_grad(), torch.autocast(matrices[0].device.type, enabled=False), exact:
         for indices in by_shape.values():
             for chunk in _chunks(indices, matrices[indices[0]], settings.dtype):
                 outputs.update(zip(chunk, _orthogonalize_batch([matrices[i] for i in chunk], settings), strict=True))

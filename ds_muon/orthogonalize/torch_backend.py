@@ -28,12 +28,21 @@ class TorchOperations:
 @contextmanager
 def exact_products() -> Iterator[None]:
     """fp32 products in fp32, whatever the user chose for the model: tf32 would cost three digits."""
-    chosen = torch.get_float32_matmul_precision()
-    if chosen == "highest":
-        yield
+    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):  # before torch 2.9
+        precision = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(precision)
         return
-    torch.set_float32_matmul_precision("highest")
+    # The older function refuses to answer where the user has set these; these answer wherever the older one was used.
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    chosen = [backend.fp32_precision for backend in backends]
     try:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
         yield
     finally:
-        torch.set_float32_matmul_precision(chosen)
+        for backend, precision in zip(backends, chosen, strict=True):
+            backend.fp32_precision = precision
