@@ -83,8 +83,8 @@ def orthogonalize(matrices: Sequence[Tensor], settings: NewtonSchulz) -> list[Te
     Returns:
         One (rows, cols) tensor of dtype ``settings.dtype`` per input, in order. A zero matrix gives exact zeros.
 
-    The result of a matrix does not depend on what shares its batch: on CPU every matrix is a batch of its own, with
-    the same memory alignment; on GPUs that rests on the vendor's batched product (see the README for where it holds).
+    The result of a matrix does not depend on what shares its batch: on CPU and in fp32 every matrix is a batch of its
+    own; in half precision on GPUs that rests on the vendor's batched product (see the README for where it holds).
     """
     if not matrices:
         return []
@@ -126,6 +126,8 @@ def _normalize(batch: Tensor, settings: NewtonSchulz) -> Tensor:
 def _chunks(indices: Sequence[int], matrix: Tensor, dtype: torch.dtype) -> Iterator[Sequence[int]]:
     rows, cols = matrix.shape
     per_matrix = 4 * rows * cols + dtype.itemsize * (2 * rows * cols + 4 * min(rows, cols) ** 2)
-    size = 1 if matrix.device.type == "cpu" else max(1, WORKSPACE_BYTES // per_matrix)
+    # Vendors choose another order of summation for another batch, in fp32 nearly always.
+    alone = matrix.device.type == "cpu" or dtype == torch.float32
+    size = 1 if alone else max(1, WORKSPACE_BYTES // per_matrix)
     for start in range(0, len(indices), size):
         yield indices[start : start + size]
