@@ -40,9 +40,10 @@ def script(tmp_path: Path) -> Path:
 
 
 def run(*command: str, **environment: str) -> list[object]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, "-m", *command],
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,
         timeout=180,
