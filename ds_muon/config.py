@@ -40,7 +40,7 @@ UNKNOWN_KEY_HINTS = {
     "adam_w_mode": _ADAM_KEY,
     "torch_adam": _ADAM_KEY,
     "fp32_optimizer_states": _ADAM_KEY,
-    "fused": "is not a key of DSMuon: the AdamW half always runs torch's fused AdamW; remove the key",
+    "fused": "is not a key of DSMuon: torch's AdamW is fused wherever torch can; remove the key",
     "backend": 'is not a key of DSMuon; for the Newton-Schulz backend set "ns_backend"',
 }
 

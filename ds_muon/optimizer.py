@@ -81,6 +81,9 @@ class DSMuon(Optimizer):
         """Apply what has been staged in ``.grad``: the update ``s O`` of Muon groups, the gradient of AdamW groups.
 
         Moves every group that has a ``.grad``; the ``.grad`` of Muon groups is used up.
+
+        Raises:
+            ValueError: a closure was given.
         """
         if closure is not None:
             raise ValueError("DSMuon.step takes no closure: its gradients come from the ZeRO optimizer")
@@ -97,7 +100,11 @@ class DSMuon(Optimizer):
             self._adamw.step()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load in place: the tensors that ZeRO has linked to parameters stay the ones in use."""
+        """Load in place: the tensors that ZeRO has linked to parameters stay the ones in use.
+
+        Raises:
+            ValueError: the state in ``state_dict`` is another optimizer's or variant's.
+        """
         linked = {p: dict(self.state[p]) for group in self.param_groups for p in group["params"]}
         super().load_state_dict(state_dict)
         for p, tensors in linked.items():

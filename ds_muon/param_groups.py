@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from ds_muon.routing import Half, Routing, RoutingError
 
 # What a param group may set for itself; the other keys of the config hold for the whole optimizer.
 GROUP_KEYS = ("lr", "weight_decay", "momentum", "nesterov", "betas", "eps")
+# What torch.optim.AdamW would read from a group, and Muon has no form of.
+ADAMW_SWITCHES = ("amsgrad", "maximize", "capturable", "differentiable", "foreach", "fused")
 
 
 def split_param_groups(
@@ -140,5 +143,13 @@ def _own_settings(group: Mapping[str, Any], index: int) -> tuple[dict[str, Any],
             f"param group {index} has {fixed[0]} = {carried[fixed[0]]!r}, which holds for all groups; "
             "set it in optimizer.params"
         )
+    if switches := [key for key in ADAMW_SWITCHES if carried.get(key)]:
+        raise RoutingError(
+            f"param group {index} has {switches[0]} = {carried[switches[0]]!r}, "
+            "which would change its AdamW half only; remove the key"
+        )
+    for key in carried:
+        if near := difflib.get_close_matches(key, GROUP_KEYS, n=1, cutoff=0.8):
+            raise RoutingError(f"param group {index} has {key} = {carried[key]!r}; did you mean {near[0]!r}?")
     checked = DSMuonConfig.parse(own, where=f"param_groups[{index}]")
     return {key: getattr(checked, key) for key in own}, carried

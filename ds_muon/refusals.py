@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+# The DeepSpeed whose inside this package was written and tested against.
+SUPPORTED_DEEPSPEED = "0.19.8"
+
 
 class DSMuonRefusal(ValueError):
     """A DeepSpeed config or model that DSMuon cannot train correctly. Lists every reason."""
@@ -60,6 +63,12 @@ def config_refusals(config: Any, mesh_device: Any) -> list[str]:
                 "true",
                 zero.elastic_checkpoint,
                 "elastic checkpoints hold Adam's state only; set it to false",
+            ),
+            (
+                "checkpoint.load_universal",
+                "true",
+                config.load_universal_checkpoint,
+                "DSMuon cannot load universal checkpoints in this version; set it to false",
             ),
             (
                 "sequence_parallel_size",

@@ -18,18 +18,18 @@ from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from deepspeed.utils import log_dist, logger
 from torch import nn
 
-from ds_muon.config import DSMuonConfig
+from ds_muon.config import ADAM_LR_WARNING, DSMuonConfig
 from ds_muon.guard import raise_together
 from ds_muon.optimizer import DSMuon
 from ds_muon.param_groups import split_param_groups
-from ds_muon.refusals import DSMuonRefusal, config_refusals, model_refusals
+from ds_muon.refusals import SUPPORTED_DEEPSPEED, DSMuonRefusal, config_refusals, model_refusals
 from ds_muon.routing import Routing, route
 from ds_muon.zero import MuonZeroOptimizer
 
 OPTIMIZER_TYPE = "DSMuon"
-SUPPORTED_DEEPSPEED = "0.19.8"
 
-# What this package binds to: methods of the engine and of the ZeRO optimizer, and attributes that the latter sets.
+# What this package binds to: methods of the engine and of the ZeRO optimizer, attributes that the latter's constructor
+# names, and names in DeepSpeed's modules.
 _ENGINE_METHODS = (
     "_is_supported_optimizer",
     "_configure_distributed_model",
@@ -43,6 +43,7 @@ _ZERO_METHODS = (
     "_is_muon_group",
     "_release_preflattened_grad_buffers",
     "free_grad_in_param_list",
+    "get_param_id",
     "_update_scale",
     "update_lp_params",
     "load_state_dict",
@@ -61,8 +62,28 @@ _ZERO_ATTRIBUTES = (
     "grad_partition_insertion_offset",
     "parameter_alignment",
     "compute_grad_norm",
+    "clip_grad",
+    "dp_process_group",
+    "flatten",
+    "micro_step_id",
+    "param_names",
+    "timers",
     "_param_slice_mappings",
     "_hp_optimizer_states_linked",
+)
+_MODULE_NAMES = (
+    (deepspeed_engine, ("DeepSpeedZeroOptimizer", "ZERO_OPTIMIZATION")),
+    (
+        deepspeed_zero,
+        (
+            "INITIAL_MICRO_STEP_ID",
+            "OPTIMIZER_TIMERS",
+            "OPTIMIZER_GRADIENTS_TIMER",
+            "OPTIMIZER_STEP_TIMER",
+            "OPTIMIZER_ALLGATHER_TIMER",
+            "PARAM_SLICE_MAPPINGS",
+        ),
+    ),
 )
 
 
@@ -109,6 +130,9 @@ def _check_parts() -> None:
     missing = [f"DeepSpeedEngine.{name}" for name in _ENGINE_METHODS if not hasattr(engine, name)]
     missing += [f"DeepSpeedZeroOptimizer.{name}" for name in _ZERO_METHODS if not hasattr(zero, name)]
     missing += [f"DeepSpeedZeroOptimizer.{name}" for name in _ZERO_ATTRIBUTES if name not in set_in_init]
+    missing += [
+        f"{module.__name__}.{name}" for module, names in _MODULE_NAMES for name in names if not hasattr(module, name)
+    ]
     if missing:
         raise ImportError(
             f"ds_muon binds to parts of DeepSpeed that version {deepspeed.__version__} does not have: "
@@ -148,7 +172,8 @@ def _configure_basic_optimizer(original: Callable[..., Any], engine: Any, model_
     raise_together(error)
     for line in routing.summary():
         log_dist(f"[ds_muon] {line}", ranks=[0])
-    if dist.get_rank() == 0 and not all(group["use_muon"] for group in groups):
+    high = any(group["lr"] > ADAM_LR_WARNING for group in groups if not group["use_muon"])
+    if dist.get_rank() == 0 and high:
         for line in config.warnings():
             logger.warning(f"[ds_muon] {line}")
     return DSMuon(groups, config, routing)
@@ -165,11 +190,12 @@ def _configure_zero_optimizer(original: Callable[..., Any], engine: Any, optimiz
     if not isinstance(optimizer, DSMuon):
         return original(optimizer)
     # The engine builds the ZeRO optimizer by this name, with some thirty arguments that are its business.
+    usual = deepspeed_engine.DeepSpeedZeroOptimizer
     deepspeed_engine.DeepSpeedZeroOptimizer = MuonZeroOptimizer
     try:
         zero_optimizer = original(optimizer)
     finally:
-        deepspeed_engine.DeepSpeedZeroOptimizer = deepspeed_zero.DeepSpeedZeroOptimizer
+        deepspeed_engine.DeepSpeedZeroOptimizer = usual
     log_dist(f"[ds_muon] {zero_optimizer.plan.summary()}", ranks=[0])
     return zero_optimizer
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ds_muon.orthogonalize import NewtonSchulz, orthogonalize
 
-# Elements that the momentum pass works on at a time: bounds its one temporary to 64 MiB.
+# Elements that the momentum pass works on at a time: bounds each of its temporaries to 64 MiB.
 _CHUNK = 1 << 24
 
 

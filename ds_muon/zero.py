@@ -21,6 +21,7 @@ from ds_muon.guard import raise_together
 from ds_muon.optimizer import DSMuon
 from ds_muon.orthogonalize import NewtonSchulz, orthogonalize
 from ds_muon.partition import Plan, flat_layout, make_plan
+from ds_muon.refusals import SUPPORTED_DEEPSPEED
 from ds_muon.update import update_scale
 
 
@@ -45,6 +46,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         self._rank = dist.get_rank(self.dp_process_group)
         self.plan = self._make_plan()
         self._exchanges = [StraddlerExchange(group, self._rank, self.dp_process_group) for group in self.plan.groups]
+        self._held = [group.held(self._rank) for group in self.plan.groups]
         self._lazy_init_hp_params_optimizer_state()
 
     # ---- construction -------------------------------------------------------------------------------------------
@@ -73,7 +75,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
             ):
                 raise RuntimeError(
                     f"this DeepSpeed ({deepspeed_zero.version}) lays out param group {i} otherwise than ds_muon "
-                    "expects; install a DeepSpeed version that ds_muon names as supported"
+                    f"expects; install deepspeed {SUPPORTED_DEEPSPEED}"
                 )
             layouts.append(layout)
         shapes = [[(self.param_names[p], tuple(p.shape)) for p in self.bit16_groups[i]] for i in muon_groups]
@@ -192,11 +194,11 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
 
     def _orthogonalize_partition_(self, group_index: int, partition: Tensor) -> None:
         """Overwrite U with ``s O`` on this rank's partition of a Muon group; padding stays zero. A collective."""
-        group, exchange = self.plan.groups[group_index], self._exchanges[group_index]
-        held = [(matrix, partition.narrow(0, s.offset, s.numel)) for matrix, s in group.held(self._rank)]
+        exchange = self._exchanges[group_index]
+        held = [(matrix, partition.narrow(0, s.offset, s.numel)) for matrix, s in self._held[group_index]]
         whole = [piece.view(matrix.rows, matrix.cols) for matrix, piece in held if not matrix.straddles]
         outputs = orthogonalize([*whole, *exchange.gather(partition)], self.newton_schulz)
-        for piece, output in zip(whole, outputs):  # noqa: B905  the rest of the outputs are straddling matrices
+        for piece, output in zip(whole, outputs[: len(whole)], strict=True):
             piece.copy_(output)
         exchange.scatter(outputs[len(whole) :], partition, self.newton_schulz.dtype)
         for matrix, piece in held:
@@ -234,7 +236,8 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
 
         Raises:
             NotImplementedError: a universal checkpoint.
-            ValueError: the checkpoint was cut otherwise: other routing, grouping or order of parameters.
+            ValueError: the checkpoint was cut otherwise: other routing, grouping or order of parameters. Ranks that
+                do not see it themselves raise a RuntimeError that quotes one that does.
         """
         if checkpoint_folder is not None:
             raise NotImplementedError(

@@ -166,6 +166,7 @@ def main() -> None:
         print(f"{'':66}{'DeepSpeed Muon':>20}{'DSMuon':>16}")
         for row, (theirs, ours) in table.items():
             print(f"{row:66}{theirs:>20}{ours:>16}")
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

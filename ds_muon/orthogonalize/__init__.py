@@ -81,7 +81,8 @@ def orthogonalize(matrices: Sequence[Tensor], settings: NewtonSchulz) -> list[Te
         settings: see ``NewtonSchulz``.
 
     Returns:
-        One (rows, cols) tensor of dtype ``settings.dtype`` per input, in order. A zero matrix gives exact zeros.
+        One (rows, cols) tensor of dtype ``settings.dtype`` per input, in order: together a copy of all inputs in that
+        dtype. A zero matrix gives exact zeros.
 
     The result of a matrix does not depend on what shares its batch: on CPU and in fp32 every matrix is a batch of its
     own; in half precision on GPUs that rests on the vendor's batched product (see the README for where it holds).

@@ -4,8 +4,8 @@ Both forms apply the same polynomial to the singular values of X. ``standard`` m
 (Dao-AILab, gram-newton-schulz, 2026) iterates on the small Gram matrix R = X X^T and multiplies X only where it
 restarts and at the end, which saves work when X is wide. A backend is a table of the four operations.
 
-Shapes: X is (batch, m, n) with m <= n; R, Z, Q, T are (batch, m, m). Everything is in one dtype; a backend accumulates
-products of half-precision operands in fp32.
+Shapes: X is (batch, m, n) with m <= n; R, Z, Q, T are (batch, m, m). Everything is in one dtype; products of
+half-precision operands accumulate in fp32, unless the user has allowed torch less.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Raw means: as autograd hands them to the parameter on each rank, before ZeRO reduces anything. They are averaged here,
 in fp64. Nothing is shared with the partition plan, the exchange or the fast Newton-Schulz, except that the plan is
-asked who held and owned a matrix, for the report.
+asked who owned a matrix, for the report.
 """
 
 from __future__ import annotations
@@ -161,8 +161,7 @@ class UpdateCheck:
         errors = _uniform(gradient, seed=self._steps) if group["use_muon"] else -torch.sign(gradient)
         shadow = w.shadow.change(old, gradient + errors * rounding, group)
         explained = _INPUT_ROUNDINGS * float((shadow - expected).norm()) + _FP32_ROUNDINGS * float(new.norm())
-        matrix = self._matrices.get(w.name)
-        iterated_in = torch.float32 if matrix is None else self._zero.newton_schulz.dtype
+        iterated_in = self._zero.newton_schulz.dtype if group["use_muon"] else torch.float32
         applied = new - old
         size = float(expected.norm())
         error = float((applied - expected).norm())
@@ -171,9 +170,9 @@ class UpdateCheck:
         return UpdateRecord(
             name=w.name,
             shape=tuple(w.param.shape),
-            half="adamw" if matrix is None else "muon",
+            half="muon" if group["use_muon"] else "adamw",
             holders=tuple(range(first, last + 1)),
-            owner=None if matrix is None else matrix.owner,
+            owner=self._matrices[w.name].owner if group["use_muon"] else None,
             relative_error=_ratio(error, size),
             cosine=_ratio(float((applied * expected).sum()), size * float(applied.norm())) if size or error else 1.0,
             tolerance=TOLERANCES[iterated_in] + _ratio(explained, size),

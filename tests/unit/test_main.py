@@ -27,7 +27,8 @@ engine, *_ = deepspeed.initialize(args=args, model=torch.nn.Linear(8, 8))
 engine.backward(engine(torch.ones(1, 8, device=engine.device)).sum())
 engine.step()
 if engine.global_rank == 0:
-    print(json.dumps([type(engine.optimizer).__name__, args.word, beside.VALUE, __name__, engine.world_size]))
+    print(json.dumps([type(engine.optimizer).__name__, args.word, beside.VALUE, __name__, engine.world_size]), flush=True)
+torch.distributed.destroy_process_group()
 """
 
 

@@ -261,3 +261,17 @@ def test_a_groups_use_muon_is_a_boolean(value):
     model = GPT()
     with pytest.raises(RoutingError, match="param group 0 has use_muon = "):
         split(model, [{"params": [model.h[0].mlp.weight], "use_muon": value}])
+
+
+@pytest.mark.parametrize("key", ["amsgrad", "maximize", "capturable", "differentiable", "foreach", "fused"])
+def test_a_switch_of_adamw_alone_is_refused_in_a_group(key):
+    model = GPT()
+    with pytest.raises(RoutingError, match=rf"param group 0 has {key} = True.*AdamW half only"):
+        split(model, [{"params": list(model.parameters()), key: True}])
+    split(model, [{"params": list(model.parameters()), key: False}])
+
+
+def test_a_misspelt_setting_in_a_group_names_the_near_one():
+    model = GPT()
+    with pytest.raises(RoutingError, match=r"weigth_decay = 0\.1; did you mean 'weight_decay'"):
+        split(model, [{"params": list(model.parameters()), "weigth_decay": 0.1}])
