@@ -9,12 +9,13 @@ from __future__ import annotations
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import ds_muon  # noqa: F401  registers DSMuon
 
 
-def main() -> None:
-    """Run ``sys.argv``'s script as ``__main__`` with the arguments that follow it.
+def main() -> dict[str, Any]:
+    """Run ``sys.argv``'s script as ``__main__`` with the arguments that follow it, and return its globals.
 
     The ``deepspeed`` launcher puts ``--local_rank=N`` before the script's name; it is the script's argument.
     """
@@ -24,8 +25,10 @@ def main() -> None:
     script = sys.argv[position]
     sys.argv = [script, *sys.argv[1:position], *sys.argv[position + 1 :]]
     sys.path[0] = str(Path(script).resolve().parent)
-    runpy.run_path(script, run_name="__main__")
+    return runpy.run_path(script, run_name="__main__")
 
 
 if __name__ == "__main__":
-    main()
+    # As in a script run by itself, its globals live until the interpreter ends: engines and process groups that go
+    # earlier, while their threads still run, now and then abort the process.
+    script_globals = main()
