@@ -7,6 +7,8 @@ DSMuon, and for any other engine does what DeepSpeed does.
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +23,7 @@ from torch import nn
 from ds_muon.config import ADAM_LR_WARNING, DSMuonConfig
 from ds_muon.guard import raise_together
 from ds_muon.optimizer import DSMuon
-from ds_muon.param_groups import split_param_groups
+from ds_muon.param_groups import GROUP_KEYS, split_param_groups
 from ds_muon.refusals import SUPPORTED_DEEPSPEED, DSMuonRefusal, config_refusals, model_refusals
 from ds_muon.routing import Routing, route
 from ds_muon.zero import MuonZeroOptimizer
@@ -164,12 +166,16 @@ def _configure_basic_optimizer(original: Callable[..., Any], engine: Any, model_
         return original(model_parameters)
     config, routing = engine._ds_muon.config, engine._ds_muon.routing
     groups: list[dict[str, Any]] = []
-    error: ValueError | None = None
+    error: Exception | None = None
     try:
         groups = split_param_groups(engine.module, model_parameters, routing, config)
-    except ValueError as caught:
+    except Exception as caught:  # whatever it is, no rank may be left waiting
         error = caught
     raise_together(error)
+    _agree(
+        _facts(engine, groups),
+        "pass the same model_parameters, in the same order and with the same settings, and the same DeepSpeed config",
+    )
     for line in routing.summary():
         log_dist(f"[ds_muon] {line}", ranks=[0])
     high = any(group["lr"] > ADAM_LR_WARNING for group in groups if not group["use_muon"])
@@ -219,21 +225,33 @@ def _prepare(engine: Any, model: nn.Module) -> _Prepared:
         config = DSMuonConfig.parse(engine.optimizer_params() or {})
         routing = route(model, muon_params=config.muon_params, adamw_params=config.adamw_params)
         prepared = _Prepared(config, routing)
-    except ValueError as caught:
+    except Exception as caught:  # whatever it is, no rank may be left waiting
         error = caught
     raise_together(error)
     assert prepared is not None
-    _agree(prepared)
+    _agree(
+        prepared.routing.digest(prepared.config.model_dump_json()),
+        "build the same model and read the same DeepSpeed config",
+    )
     return prepared
 
 
-def _agree(prepared: _Prepared) -> None:
-    """Raise on every rank if ranks route parameters differently or have different settings."""
+def _facts(engine: Any, groups: list[dict[str, Any]]) -> bytes:
+    """SHA-256 of all that decides the layout and the step beside the routing: the groups and the ZeRO settings."""
+    names = {id(p): name for name, p in engine.module.named_parameters()}
+    keys = (*GROUP_KEYS, "use_muon", "name")
+    facts = [([names[id(p)] for p in g["params"]], [repr((key, g.get(key))) for key in keys]) for g in groups]
+    settings = [engine.gradient_clipping(), engine._config.zero_config.model_dump_json(), repr(engine.get_data_types())]
+    return hashlib.sha256(json.dumps([facts, settings]).encode()).digest()
+
+
+def _agree(digest: bytes, remedy: str) -> None:
+    """Raise on every rank if ranks bring different digests."""
     digests: list[bytes] = [b""] * dist.get_world_size()
-    dist.all_gather_object(digests, prepared.routing.digest(prepared.config.model_dump_json()))
+    dist.all_gather_object(digests, digest)
     if len(set(digests)) > 1:
         others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         raise DSMuonRefusal(
-            f"ranks {others} have other parameters, routes or optimizer settings than rank 0; build the same model and "
-            "read the same DeepSpeed config on every rank"
+            f"ranks {others} have other parameters, routes, param groups or settings than rank 0; "
+            f"{remedy} on every rank"
         )

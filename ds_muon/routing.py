@@ -192,6 +192,8 @@ def _decide(
         return "none", "frozen"
     if param.numel() == 0:
         return "none", "empty"
+    if not param.is_floating_point():
+        raise RoutingError(f"{tensor.name} is {param.dtype}; ZeRO's flat fp32 weights cannot hold it: use real weights")
 
     to_muon, to_adamw = _first_match(tensor, muon_params), _first_match(tensor, adamw_params)
     if to_muon and to_adamw:

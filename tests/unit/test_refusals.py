@@ -36,6 +36,20 @@ def initialize(config: dict[str, Any], kind: str = "plain") -> None:
         model = nn.Sequential(nn.Embedding(8, 8, sparse=True), nn.Linear(8, 8))
     elif kind == "foreign parameter":
         kwargs["model_parameters"] = [*model.parameters(), nn.Parameter(torch.ones(4, 4))]
+    elif kind == "no tensor on rank 1" and rank == 1:
+        kwargs["model_parameters"] = [{"params": 3}]
+    elif kind == "other order on rank 1" and rank == 1:
+        kwargs["model_parameters"] = list(model.parameters())[::-1]
+        kwargs["model_parameters"] = [{"params": [p]} for p in kwargs["model_parameters"]]
+    elif kind == "other group lr on rank 1":
+        kwargs["model_parameters"] = [{"params": list(model.parameters()), "lr": 0.1 + rank}]
+    elif kind == "one matrix less on rank 1":
+        model = PrescribedGradients([(8, 8), (8, 4), (8,)])
+        kwargs["model_parameters"] = list(model.parameters())[rank:]
+    elif kind == "other layout on rank 1" and rank == 1:
+        config["zero_optimization"]["round_robin_gradients"] = True
+    elif kind == "other clipping on rank 1" and rank == 1:
+        config["gradient_clipping"] = 0.5
     elif kind == "moe":
         from deepspeed.moe.layer import MoE
 
@@ -148,6 +162,12 @@ MODELS = {
     "tagged on rank 1": "no trainable matrix for Muon",
     "other config on rank 1": "ranks [1] have other",
     "unknown key on rank 1": "ns_steps",
+    "no tensor on rank 1": "TypeError",
+    "other order on rank 1": "ranks [1] have other",
+    "other group lr on rank 1": "ranks [1] have other",
+    "one matrix less on rank 1": "ranks [1] have other",
+    "other layout on rank 1": "ranks [1] have other",
+    "other clipping on rank 1": "ranks [1] have other",
     "tensor parallel": "tensor-parallel weights (p0)",
     "foreign parameter": "not a parameter of the model",
     "moe": "reduce_scatter: true",

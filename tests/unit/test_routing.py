@@ -501,3 +501,9 @@ def test_different_routings_have_different_digests():
     ]
     digests = {routing.digest() for routing in routings} | {routings[0].digest("extra")}
     assert len(digests) == len(routings) + 1
+
+
+def test_a_complex_parameter_is_refused():
+    model = Holder(body=linear(), phase=nn.Parameter(torch.ones(4, 4, dtype=torch.complex64)))
+    with pytest.raises(RoutingError, match=r"phase is torch.complex64"):
+        route(model)
