@@ -9,13 +9,12 @@ from __future__ import annotations
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
 
 import ds_muon  # noqa: F401  registers DSMuon
 
 
-def main() -> dict[str, Any]:
-    """Run ``sys.argv``'s script as ``__main__`` with the arguments that follow it, and return its globals.
+def main() -> None:
+    """Run ``sys.argv``'s script as ``__main__`` with the arguments that follow it.
 
     The ``deepspeed`` launcher puts ``--local_rank=N`` before the script's name; it is the script's argument.
     """
@@ -25,10 +24,8 @@ def main() -> dict[str, Any]:
     script = sys.argv[position]
     sys.argv = [script, *sys.argv[1:position], *sys.argv[position + 1 :]]
     sys.path[0] = str(Path(script).resolve().parent)
-    return runpy.run_path(script, run_name="__main__")
+    runpy.run_path(script, run_name="__main__")
 
 
 if __name__ == "__main__":
-    # As in a script run by itself, its globals live until the interpreter ends: engines and process groups that go
-    # earlier, while their threads still run, now and then abort the process.
-    script_globals = main()
+    main()

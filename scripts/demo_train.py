@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import statistics
 import sys
 import sysconfig
@@ -322,4 +323,9 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The work is done and written. CPU ranks of DeepSpeed, with any optimizer, now and then abort while the interpreter
+    # shuts down ("terminate called without an active exception"), which would make a good run look failed.
+    os._exit(code)
