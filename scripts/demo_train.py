@@ -151,12 +151,9 @@ def train(args: argparse.Namespace) -> int:
         starts = torch.randint(len(text) - length, (scale.micro_batch,), generator=sampler)
         loss = engine(*windows(text, starts, length))
         engine.backward(loss)
+        engine.step()
         if check is not None:
-            check.before_step()
-            engine.step()
             records += check.after_step()
-        else:
-            engine.step()
         losses.append(loss.item())  # waits for the device, so the time below is the whole step's
         if check is None:
             milliseconds.append(1e3 * (time.perf_counter() - start))

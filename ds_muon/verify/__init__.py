@@ -1,5 +1,6 @@
 """The numerical reference: is each change that reached the weights ``-lr * muon_update(full averaged gradient)``?"""
 
-from ds_muon.verify.check import UpdateCheck, UpdateRecord
+from ds_muon.verify.check import CannotVerify, UpdateCheck
+from ds_muon.verify.record import Comparison, UpdateRecord, VerifyResult
 
-__all__ = ["UpdateCheck", "UpdateRecord"]
+__all__ = ["CannotVerify", "Comparison", "UpdateCheck", "UpdateRecord", "VerifyResult"]

@@ -1,114 +1,181 @@
-"""Compares the changes that an engine applies with an fp64 reference fed by the raw gradients.
+"""Compares what an engine does to every parameter in a step with what it should have done.
+
+Four comparisons, from the gradient to the weight, so that an error shows where it comes from:
+
+    raw gradients of all ranks  ->  averaged gradient   ``gradient``: did ZeRO average?
+    averaged gradient           ->  momentum, moments   ``state``: did the state move once, by that gradient?
+    averaged gradient           ->  change of weights   ``against_same_dtype``: is the step the single-process one?
+    raw gradients of all ranks  ->  change of weights   ``against_fp64``: all of it, and the rounding
 
 Raw means: as autograd hands them to the parameter on each rank, before ZeRO reduces anything. They are averaged here,
-in fp64. Nothing is shared with the partition plan, the exchange or the fast Newton-Schulz, except that the plan is
-asked who owned a matrix, for the report.
+in fp64. Nothing is shared with the partition plan or the exchange, except that the plan is asked who owns a matrix.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ds_muon.verify.reference import AdamWReference, MuonReference
+from ds_muon.verify import tolerances
+from ds_muon.verify.diagnose import Evidence, diagnose
+from ds_muon.verify.engine_view import CannotVerify, EngineView, Placed, ratio
+from ds_muon.verify.record import Comparison, UpdateRecord
+from ds_muon.verify.reference import AdamWReference, Group, MuonReference, SameDtypeAdamW, SameDtypeMuon
 
-# Relative error against fp64 that the dtype of the iteration explains, for condition numbers up to 1e4.
-TOLERANCES = {torch.float32: 1e-5, torch.float16: 0.01, torch.bfloat16: 0.06}
-# On top, this many times what the rounding of the reference's own input changes. A shadow of the reference measures it:
-# the same rule, fed with gradients that carry one rounding of the engine's sums. An ill-conditioned matrix magnifies
-# it, and sums over ranks and micro-batches round more than once.
-_INPUT_ROUNDINGS = 2.0
-# Rounding of an fp32 weight: once for the decay, once for the update.
-_FP32_ROUNDINGS = 2 * 2.0**-24
+__all__ = ["CannotVerify", "UpdateCheck"]
 
-
-@dataclass(frozen=True)
-class UpdateRecord:
-    """One parameter's applied change beside its reference.
-
-    Attributes:
-        name: the parameter.
-        shape: its shape.
-        half: ``"muon"`` or ``"adamw"``.
-        holders: ranks that hold a piece of it.
-        owner: the rank that orthogonalizes it; None in the AdamW half.
-        relative_error: Frobenius norm of (applied - reference) over that of the reference.
-        cosine: between the applied and the reference change.
-        tolerance: what ``relative_error`` may be: that of the iteration's dtype, plus what the rounding of the fp32
-            weights and of the direction explains.
-        weights_match: the weights the model sees are, on every rank, the rounded fp32 weights.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    half: str
-    holders: tuple[int, ...]
-    owner: int | None
-    relative_error: float
-    cosine: float
-    tolerance: float
-    weights_match: bool
-
-    @property
-    def straddles(self) -> bool:
-        return len(self.holders) > 1
-
-    @property
-    def ok(self) -> bool:
-        return self.relative_error <= self.tolerance and self.weights_match
+_STATE_KEYS = {True: ("momentum_buffer",), False: ("exp_avg", "exp_avg_sq")}
 
 
 @dataclass
-class _Watched:
-    """One parameter under watch: where it lies, what autograd gave it so far, its reference and the shadow of that."""
+class _RawGradient:
+    """What autograd gave a parameter on this rank since the last step."""
 
-    name: str
-    param: Tensor
-    group: int
-    offset: int
-    gradient: Tensor
+    total: Tensor
     magnitude: Tensor
-    reference: MuonReference | AdamWReference
-    shadow: MuonReference | AdamWReference
+    count: int = 0
 
-    def accumulate(self, gradient: Tensor) -> None:
-        self.gradient += gradient
+    def add(self, gradient: Tensor) -> None:
+        self.total += gradient
         self.magnitude += gradient.abs()
+        self.count += 1
+
+    def clear(self) -> None:
+        self.total.zero_()
+        self.magnitude.zero_()
+        self.count = 0
+
+
+@dataclass
+class _References:
+    """The two references of one parameter, which start from the engine's state."""
+
+    fp64: MuonReference | AdamWReference
+    same_dtype: SameDtypeMuon | SameDtypeAdamW
+
+
+@dataclass
+class _Step:
+    """What is known of one parameter before the engine steps.
+
+    Attributes:
+        weight: fp32.
+        average: of the raw gradients, fp64.
+        variance: of the error that the engine's sums explain in ``average``.
+        engine_gradient: the average that ZeRO has, fp32; None where it cannot be read.
+        gradient: comparison of the two.
+        state: the engine's, before the step.
+    """
+
+    weight: Tensor
+    average: Tensor
+    variance: Tensor
+    engine_gradient: Tensor | None
+    gradient: Comparison | None
+    state: dict[str, Tensor | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Clip:
+    """The factors by which AdamW's gradients are clipped: the averages made here, and the engine's own."""
+
+    of_average: float
+    of_engine_gradient: float
 
 
 class UpdateCheck:
-    """Checks every applied change of a DeepSpeed ZeRO-1/2 engine with DSMuon.
+    """Checks every applied change of a DeepSpeed ZeRO-1/2 engine with DSMuon, or with DeepSpeed's ``Muon``.
 
-    Create it before the first step to check; state that exists by then is read from the engine. Then, on every rank
-    (both calls are collectives)::
+    Create it before the first backward of the first step to check. Then, on every rank (all of it is collective)::
 
         check = UpdateCheck(engine)
         loss = engine(batch); engine.backward(loss)          # as often as the accumulation needs
-        check.before_step()
         engine.step()
         records = check.after_step()
 
-    It keeps several fp64 copies of the model on every rank: made for small models and for tests.
+    It keeps its own momentum and moments, which start from the engine's at the time of creation. Memory: about ten
+    fp64 copies of the model on every rank; made for small models and for tests.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returned.
+
+    Raises:
+        CannotVerify: the engine is not one that can be read.
     """
 
     def __init__(self, engine: Any) -> None:
         self._zero = engine.optimizer
-        config = self._zero.optimizer.config
-        settings = {key: getattr(config, key) for key in ("adjust_lr_fn", "ns_steps", "ns_coefficients")}
-        self._matrices = {matrix.name: matrix for matrix in self._zero.plan.matrices}
-        self._watched = [self._watch(*located, settings) for located in self._located()]
-        self._hooks = [w.param.register_hook(w.accumulate) for w in self._watched]  # type: ignore[no-untyped-call]
-        self._before: list[Tensor] = []
-        self._groups: list[dict[str, Any]] = []
-        self._gradients: list[Tensor] = []
-        self._roundings: list[Tensor] = []
+        self._comparison = StepComparison(self._zero)
+        self._stepped = False
+        # ZeRO's own step, not the engine's: by then every gradient has been reduced, however it accumulates.
+        self._original_step = self._zero.step
+        self._zero.step = self._step
+
+    def _step(self, *args: Any, **kwargs: Any) -> Any:
+        self._comparison.before_step()
+        result = self._original_step(*args, **kwargs)
+        self._stepped = True
+        return result
+
+    @property
+    def precision(self) -> str:
+        """One line: the dtypes of model, sums, iteration and momentum."""
+        return self._comparison.precision
+
+    def after_step(self) -> list[UpdateRecord]:
+        """One record per parameter, the same on every rank. Empty if the optimizer made no step or skipped it."""
+        stepped, self._stepped = self._stepped, False
+        return self._comparison.after_step() if stepped else []
+
+    def close(self) -> None:
+        """Leave the engine as it was."""
+        self._zero.step = self._original_step
+        self._comparison.close()
+
+
+class StepComparison:
+    """The comparisons of one ZeRO optimizer's step; every rank must call ``before_step``, then ``after_step``.
+
+    Args:
+        zero: DeepSpeed's ZeRO-1/2 optimizer.
+        names: the parameters to check; all by default.
+        keep_state: False to start every step from the engine's own momentum and moments.
+        on_owner_only: compute references, and return records, on the owner of a matrix only.
+
+    Raises:
+        CannotVerify: the optimizer is not one that can be read.
+    """
+
+    def __init__(
+        self, zero: Any, *, names: Collection[str] | None = None, keep_state: bool = True, on_owner_only: bool = False
+    ) -> None:
+        self._view = EngineView(zero, names)
+        self._on_owner_only = on_owner_only
+        self._placed = self._view.placed
+        # In training, where one matrix of a large model is checked, fp32 is exact enough: tolerances know its rounding.
+        dtype = torch.float64 if keep_state else torch.float32
+        self._raw = [_RawGradient(_zeros(placed, dtype), _zeros(placed, dtype)) for placed in self._placed]
+        self._hooks = [
+            placed.param.register_hook(raw.add)  # type: ignore[no-untyped-call]
+            for placed, raw in zip(self._placed, self._raw, strict=True)
+        ]
+        self._keep_state = keep_state
+        self._references = [self._start(placed) for placed in self._placed] if keep_state else []
+        self._before: list[_Step] = []
+        self._groups: list[Group] = []
+        self._clip = _Clip(1.0, 1.0)
         self._steps = 0
+        self._diagnoses: dict[str, str] = {}
+
+    @property
+    def precision(self) -> str:
+        """One line: the dtypes of model, sums, iteration and momentum."""
+        return self._view.precision
 
     def close(self) -> None:
         """Stop watching the gradients."""
@@ -116,139 +183,172 @@ class UpdateCheck:
             hook.remove()
 
     def before_step(self) -> None:
-        """Average the raw gradients of all ranks and remember the weights and learning rates. Before ``step``."""
-        zero = self._zero
-        ranks = dist.get_world_size(zero.dp_process_group)
-        divisor = zero.loss_scale * (ranks / zero.sequence_parallel_size if zero.gradient_average else 1)
-        self._groups = [{k: v for k, v in group.items() if k != "params"} for group in zero.param_groups]
-        self._before = self._full_weights()
-        self._gradients, self._roundings = [], []
-        summed_in = max((*zero.ipg_buckets, zero.gradient_accumulation_dtype), key=lambda dtype: torch.finfo(dtype).eps)
-        for w in self._watched:
-            for total in (w.gradient, w.magnitude):
-                dist.all_reduce(total, group=zero.dp_process_group)
-            self._gradients.append(w.gradient / divisor)
-            self._roundings.append(_rounding_of(w.magnitude / divisor, summed_in, zero.loss_scale))
-            w.gradient.zero_()
-            w.magnitude.zero_()
-        self._clip_adamw()
+        """Average the raw gradients of all ranks; remember weights and settings. Once ZeRO has reduced them all."""
+        self._groups = self._view.groups()
+        if not self._keep_state:
+            self._references = [self._start(placed) for placed in self._placed]
+        self._before = [self._observe(placed, raw) for placed, raw in zip(self._placed, self._raw, strict=True)]
+        for raw in self._raw:
+            raw.clear()
+        self._clip = self._adamw_clip()
 
     def after_step(self) -> list[UpdateRecord]:
-        """One record per parameter, the same on every rank. Empty if the step was skipped."""
-        if self._zero.overflow:
+        """One record per parameter; empty if the step was skipped for an overflow."""
+        if self._view.zero.overflow:
             return []
         self._steps += 1
-        after = self._full_weights()
-        mismatches = torch.tensor(
-            [not torch.equal(w.param, new.to(w.param.dtype)) for w, new in zip(self._watched, after, strict=True)],
-            dtype=torch.int32,
-            device=self._watched[0].param.device,
-        )
-        dist.all_reduce(mismatches, group=self._zero.dp_process_group)
+        weights = [self._view.weight(placed) for placed in self._placed]
+        stale = self._view.stale_ranks(zip(self._placed, weights, strict=True))
+        states = [self._state(placed) for placed in self._placed]
         return [
-            self._record(w, gradient, rounding, old.double(), new.double(), not mismatch)
-            for w, gradient, rounding, old, new, mismatch in zip(
-                self._watched, self._gradients, self._roundings, self._before, after, mismatches.tolist(), strict=True
-            )
+            self._record(*known)
+            for known in zip(self._placed, self._references, self._before, weights, states, stale, strict=True)
+            if not self._on_owner_only or self._view.owner(known[0]) == self._view.rank
         ]
+
+    # ---- before the step ----------------------------------------------------------------------------------------
+
+    def _start(self, placed: Placed) -> _References:
+        state = {key: _known(tensor, placed) for key, tensor in self._state(placed).items()}
+        doubles = {key: tensor.double() for key, tensor in state.items()}
+        if placed.use_muon:
+            rule = self._view.rule
+            return _References(MuonReference(doubles["momentum_buffer"], rule), SameDtypeMuon(placed, state, rule))
+        step = self._view.adamw_step(placed)
+        return _References(
+            AdamWReference(doubles["exp_avg"], doubles["exp_avg_sq"], step), SameDtypeAdamW(placed, state, step)
+        )
+
+    def _state(self, placed: Placed) -> dict[str, Tensor | None]:
+        return {key: self._view.state(placed, key) for key in _STATE_KEYS[placed.use_muon]}
+
+    def _observe(self, placed: Placed, raw: _RawGradient) -> _Step:
+        view = self._view
+        additions = raw.count + view.world_size
+        average = view.sum_over_ranks(raw.total).double() / view.divisor
+        magnitude = view.sum_over_ranks(raw.magnitude).double() / view.divisor
+        variance = tolerances.sum_variance(magnitude, view.summed_in, additions, view.loss_scale)
+        ours = view.averaged_gradient(placed)
+        gradient = None
+        if ours is not None:
+            size = float(average.norm())
+            gradient = Comparison(
+                error=ratio(float((ours.double() - average).norm()), size),
+                tolerance=ratio(tolerances.SAFETY * float(variance.sum().sqrt()), size),
+            )
+        return _Step(view.weight(placed), average, variance, ours, gradient, self._state(placed))
+
+    def _adamw_clip(self) -> _Clip:
+        clip, everything = self._view.clipping
+        if clip <= 0:
+            return _Clip(1.0, 1.0)
+        scope = [s for s, placed in zip(self._before, self._placed, strict=True) if everything or not placed.use_muon]
+        exact = _norm([step.average for step in scope])
+        theirs = _norm([step.average if step.engine_gradient is None else step.engine_gradient for step in scope])
+        return _Clip(*(min(1.0, clip / (norm + 1e-6)) for norm in (exact, theirs)))
+
+    # ---- after the step -----------------------------------------------------------------------------------------
 
     def _record(
-        self, w: _Watched, gradient: Tensor, rounding: Tensor, old: Tensor, new: Tensor, weights_match: bool
+        self,
+        placed: Placed,
+        references: _References,
+        before: _Step,
+        weight: Tensor,
+        state: dict[str, Tensor | None],
+        stale_ranks: tuple[int, ...],
     ) -> UpdateRecord:
-        group = self._groups[w.group]
-        expected = w.reference.change(old, gradient, group)
-        # At random for a matrix, whose singular values mix all elements; in AdamW each element against itself.
-        errors = _uniform(gradient, seed=self._steps) if group["use_muon"] else -torch.sign(gradient)
-        shadow = w.shadow.change(old, gradient + errors * rounding, group)
-        explained = _INPUT_ROUNDINGS * float((shadow - expected).norm()) + _FP32_ROUNDINGS * float(new.norm())
-        iterated_in = self._zero.newton_schulz.dtype if group["use_muon"] else torch.float32
-        applied = new - old
+        group, old = self._groups[placed.group], before.weight.double()
+        applied = weight.double() - old
+        exact, theirs = (1.0, 1.0) if placed.use_muon else (self._clip.of_average, self._clip.of_engine_gradient)
+        expected, rounding = references.fp64.change(old, before.average * exact, before.variance * exact**2, group)
         size = float(expected.norm())
-        error = float((applied - expected).norm())
-        first = w.offset // self._zero.partition_size[w.group]
-        last = (w.offset + w.param.numel() - 1) // self._zero.partition_size[w.group]
-        return UpdateRecord(
-            name=w.name,
-            shape=tuple(w.param.shape),
-            half="muon" if group["use_muon"] else "adamw",
-            holders=tuple(range(first, last + 1)),
-            owner=self._matrices[w.name].owner if group["use_muon"] else None,
-            relative_error=_ratio(error, size),
-            cosine=_ratio(float((applied * expected).sum()), size * float(applied.norm())) if size or error else 1.0,
-            tolerance=TOLERANCES[iterated_in] + _ratio(explained, size),
-            weights_match=weights_match,
+        rule = self._view.rule
+        iterated_in = rule.ns_dtype if placed.use_muon else torch.float32
+        own = tolerances.iteration_tolerance(rule) if placed.use_muon else tolerances.AGAINST_FP64[torch.float32]
+        # Where nothing may change, nothing is rounded.
+        weight_rounding = tolerances.WEIGHT_ROUNDINGS * float(weight.double().norm()) / size if size else 0.0
+        tolerance = own + tolerances.SAFETY * ratio(rounding, size) + weight_rounding
+
+        averaged = before.average.float() if before.engine_gradient is None else before.engine_gradient
+        gradient = averaged * theirs if theirs < 1 else averaged
+        same = references.same_dtype.new_weight(before.weight, gradient, group)
+        same_tolerance = tolerances.AGAINST_SAME_DTYPE[iterated_in] + weight_rounding
+        record = UpdateRecord(
+            step=self._steps,
+            name=placed.name,
+            shape=tuple(placed.param.shape),
+            half="muon" if placed.use_muon else "adamw",
+            group=placed.group,
+            cuts=self._view.cuts(placed),
+            owner=self._view.owner(placed),
+            against_fp64=Comparison(ratio(float((applied - expected).norm()), size), tolerance),
+            cosine=_cosine(applied, expected),
+            against_same_dtype=Comparison(
+                ratio(float((weight.double() - same.double()).norm()), size),
+                tolerance if before.engine_gradient is None else same_tolerance,
+            ),
+            gradient=before.gradient,
+            state=self._compare_state(references, state) if before.engine_gradient is not None else None,
+            stale_ranks=stale_ranks,
         )
+        if record.ok:
+            return record
+        evidence = Evidence(
+            record=record,
+            placed=placed,
+            rule=rule,
+            group=group,
+            loss_scale=self._view.loss_scale,
+            world_size=self._view.world_size,
+            weight=old,
+            applied=applied,
+            expected=same.double() - old,
+            average=before.average,
+            averaged=averaged.double(),
+            gradient=gradient.double(),
+            state_before=before.state,
+            state_after=state,
+            reference_state=references.same_dtype.state,
+        )
+        return replace(record, diagnosis=self._diagnosis(evidence))
 
-    def _clip_adamw(self) -> None:
-        clip, everything = self._zero.clip_grad, self._zero.optimizer.config.clip_norm_scope == "all"
-        if clip <= 0:
-            return
-        pairs = [
-            (gradient, self._groups[w.group]["use_muon"])
-            for w, gradient in zip(self._watched, self._gradients, strict=True)
-        ]
-        norm = math.sqrt(sum(float(g.square().sum()) for g, use_muon in pairs if everything or not use_muon))
-        factor = min(1.0, clip / (norm + 1e-6))
-        for (gradient, use_muon), rounding in zip(pairs, self._roundings, strict=True):
-            if not use_muon:
-                gradient.mul_(factor)
-                rounding.mul_(factor)
+    def _compare_state(self, references: _References, state: dict[str, Tensor | None]) -> Comparison | None:
+        errors = []
+        for key, expected in references.same_dtype.state.items():
+            found = state[key]
+            if found is None:
+                return None
+            errors.append(ratio(float((found.double() - expected.double()).norm()), float(expected.double().norm())))
+        is_muon = isinstance(references.fp64, MuonReference)
+        dtype = self._view.rule.momentum_dtype if is_muon else torch.float32
+        # Not max(): it may lose a NaN.
+        return Comparison(float(torch.tensor(errors, dtype=torch.float64).max()), tolerances.STATE[dtype])
 
-    # ---- reading the engine -------------------------------------------------------------------------------------
-
-    def _located(self) -> Iterator[tuple[int, Tensor, int]]:
-        for group, (params, offsets) in enumerate(
-            zip(self._zero.round_robin_bit16_groups, self._zero.round_robin_bit16_offsets, strict=True)
-        ):
-            for param, offset in zip(params, offsets, strict=True):
-                yield group, param, offset
-
-    def _watch(self, group: int, param: Tensor, offset: int, settings: dict[str, Any]) -> _Watched:
-        state = self._zero.optimizer.state[self._zero.single_partition_of_fp32_groups[group]]
-
-        def full(key: str) -> Tensor:
-            return self._whole(self._gathered(state[key], group), param, offset).double()
-
-        references: list[MuonReference | AdamWReference]
-        if self._zero.param_groups[group]["use_muon"]:
-            dtypes = (None, self._zero.newton_schulz.dtype)
-            references = [MuonReference(full("momentum_buffer"), settings, dtype) for dtype in dtypes]
-        else:
-            step = float(state["step"])
-            references = [AdamWReference(full("exp_avg"), full("exp_avg_sq"), step) for _ in range(2)]
-        gradient, magnitude = (torch.zeros_like(param, dtype=torch.float64, requires_grad=False) for _ in range(2))
-        name = self._zero.param_names[param]
-        return _Watched(name, param, group, offset, gradient, magnitude, *references)
-
-    def _full_weights(self) -> list[Tensor]:
-        flats = [self._gathered(flat.detach(), i) for i, flat in enumerate(self._zero.single_partition_of_fp32_groups)]
-        return [self._whole(flats[w.group], w.param, w.offset) for w in self._watched]
-
-    def _gathered(self, partition: Tensor, group: int) -> Tensor:
-        process_group = self._zero.real_dp_process_group[group]
-        pieces = [torch.empty_like(partition) for _ in range(dist.get_world_size(process_group))]
-        dist.all_gather(pieces, partition.contiguous(), group=process_group)
-        return torch.cat(pieces)
-
-    @staticmethod
-    def _whole(flat: Tensor, param: Tensor, offset: int) -> Tensor:
-        return flat.narrow(0, offset, param.numel()).view(param.shape).clone()
+    def _diagnosis(self, evidence: Evidence) -> str:
+        """Of the first bad step of a parameter: after it, state and reference have parted for good."""
+        name = evidence.record.name
+        if name not in self._diagnoses:
+            self._diagnoses[name] = diagnose(evidence)
+        return self._diagnoses[name]
 
 
-def _rounding_of(magnitude: Tensor, dtype: torch.dtype, loss_scale: float) -> Tensor:
-    """The error of one rounding of an average to ``dtype``, given the average magnitude of its terms, unscaled."""
-    limits = torch.finfo(dtype)
-    smallest = limits.tiny * limits.eps / loss_scale
-    return torch.where(magnitude > 0, magnitude * (limits.eps / 2) + smallest, 0.0)
+def _zeros(placed: Placed, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(placed.param, dtype=dtype, requires_grad=False)
 
 
-def _uniform(like: Tensor, *, seed: int) -> Tensor:
-    """Uniform in [-1, 1), the same on every rank; no generator of the user's moves."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(like.shape, dtype=like.dtype, generator=generator).mul_(2).sub_(1).to(like.device)
+def _known(state: Tensor | None, placed: Placed) -> Tensor:
+    """State that cannot be read is that of a first step."""
+    return _zeros(placed, torch.float32) if state is None else state
 
 
-def _ratio(value: float, size: float) -> float:
-    if size == 0:
-        return 0.0 if value == 0 else math.inf
-    return value / size
+def _norm(tensors: list[Tensor]) -> float:
+    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
+
+
+def _cosine(a: Tensor, b: Tensor) -> float:
+    """1 for two zeros."""
+    norms = float(a.norm()) * float(b.norm())
+    if norms == 0:
+        return 1.0 if float(a.norm()) == float(b.norm()) else 0.0
+    return float((a * b).sum()) / norms

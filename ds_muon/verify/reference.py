@@ -1,65 +1,182 @@
-"""Both halves' update rules in fp64, one parameter at a time, on whole tensors."""
+"""What the rules call for, one parameter at a time, on whole tensors, each keeping its own state.
+
+Two kinds. The fp64 references start from the raw gradients and share nothing with the optimizer but the coefficients.
+The same-dtype references start from the averaged gradient that the engine has, and are the public single-process
+functions: ``ds_muon.muon_update`` and ``torch.optim.AdamW``.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_muon.orthogonalize import reference_newton_schulz
+from ds_muon.update import muon_update
+from ds_muon.verify import tolerances
+from ds_muon.verify.engine_view import MuonRule, Placed
+
+Group = dict[str, Any]
 
 
-@dataclass
+def muon_scale(adjust_lr_fn: str, rows: int, cols: int) -> float:
+    """The factor s on the orthogonalized matrix."""
+    return {
+        "original": math.sqrt(max(1.0, rows / cols)),
+        "match_rms_adamw": 0.2 * math.sqrt(max(rows, cols)),
+        "none": 1.0,
+    }[adjust_lr_fn]
+
+
+def muon_change(weight: Tensor, orthogonal: Tensor, group: Group, rule: MuonRule) -> Tensor:
+    """``-lr (weight_decay W + s O)``, all (rows, cols) fp64."""
+    update = muon_scale(rule.adjust_lr_fn, *orthogonal.shape) * orthogonal
+    return torch.mul(group["weight_decay"] * weight + update, -group["lr"])
+
+
 class MuonReference:
-    """Momentum of one matrix and the change it calls for.
+    """Momentum of one matrix in fp64, the change it calls for, and what roundings may add to that.
 
-    Attributes:
-        momentum_buffer: (rows, cols) fp64.
-        settings: the optimizer's ``adjust_lr_fn``, ``ns_steps`` and ``ns_coefficients``.
-        rounded_to: dtype to which the direction is rounded before it is orthogonalized; None to leave it.
+    Args:
+        momentum_buffer: (rows, cols) fp64, the momentum to start from; advanced in place.
+        rule: settings, and the dtypes whose roundings are to be explained.
     """
 
-    momentum_buffer: Tensor
-    settings: dict[str, Any]
-    rounded_to: torch.dtype | None = None
+    def __init__(self, momentum_buffer: Tensor, rule: MuonRule) -> None:
+        self.momentum_buffer = momentum_buffer
+        self.variance = torch.zeros_like(momentum_buffer)
+        self._rule = rule
+        self._steps = 0
 
-    def change(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
-        """Advance the momentum by ``gradient`` and return the change of ``weight``, all (rows, cols) fp64."""
-        mu, m = group["momentum"], self.momentum_buffer
+    def change(self, weight: Tensor, gradient: Tensor, variance: Tensor, group: Group) -> tuple[Tensor, float]:
+        """Advance the momentum by one gradient.
+
+        Args:
+            weight: (rows, cols) fp64, before the step.
+            gradient: (rows, cols) fp64, averaged and unscaled.
+            variance: of the error that the engine's sums put into each element of the gradient.
+            group: the param group's settings.
+
+        Returns:
+            The change of the weight, and the root mean square (of the Frobenius norm) of what roundings change in it.
+        """
+        mu, m, rule = group["momentum"], self.momentum_buffer, self._rule
         m += (1 - mu) * (gradient - m)
         direction = gradient + mu * (m - gradient) if group["nesterov"] else m
-        if self.rounded_to is not None:
-            # Scaled to 1 first: rounding is relative, but fp16 has little range.
-            direction = (direction / direction.abs().max().clamp_min(1e-300)).to(self.rounded_to)
-        rows, cols = gradient.shape
-        scale = {
-            "original": math.sqrt(max(1.0, rows / cols)),
-            "match_rms_adamw": 0.2 * math.sqrt(max(rows, cols)),
-            "none": 1.0,
-        }[self.settings["adjust_lr_fn"]]
-        orthogonal = reference_newton_schulz(
-            direction, ns_steps=self.settings["ns_steps"], ns_coefficients=self.settings["ns_coefficients"]
+        of_direction = self._advance_variance(variance, mu, group["nesterov"])
+        of_direction += tolerances.stored_variance(direction, torch.float32)
+        of_direction += tolerances.iteration_variance(direction, rule.ns_dtype)
+        change = muon_change(weight, self._orthogonal(direction), group, rule)
+        self._steps += 1
+        return change, self._rounding(change, weight, direction, of_direction, group)
+
+    def _advance_variance(self, variance: Tensor, mu: float, nesterov: bool) -> Tensor:
+        """Carry the variance of the gradient through M, and return that of U, in which the gradient stands twice."""
+        before = self.variance.clone()
+        self.variance.mul_(mu**2).add_(variance, alpha=(1 - mu) ** 2)
+        self.variance += tolerances.stored_variance(self.momentum_buffer, self._rule.momentum_dtype)
+        if not nesterov:
+            return self.variance.clone()
+        return before.mul_(mu**4).add_(variance, alpha=(1 - mu**2) ** 2)
+
+    def _rounding(self, change: Tensor, weight: Tensor, direction: Tensor, variance: Tensor, group: Group) -> float:
+        """Root mean square, over disturbed directions, of the norm by which the change differs."""
+        generator = torch.Generator(device=direction.device).manual_seed(self._steps)
+        draws = tolerances.draws(tuple(direction.shape))
+        total = 0.0
+        for _ in range(draws):
+            noise = torch.empty_like(direction).normal_(generator=generator)
+            disturbed = self._orthogonal(noise.mul_(variance.sqrt()).add_(direction))
+            total += float((muon_change(weight, disturbed, group, self._rule) - change).square().sum())
+        return math.sqrt(total / draws)
+
+    def _orthogonal(self, direction: Tensor) -> Tensor:
+        return reference_newton_schulz(
+            direction, ns_steps=self._rule.ns_steps, ns_coefficients=self._rule.ns_coefficients
         )
-        return torch.mul(group["weight_decay"] * weight + scale * orthogonal, -group["lr"])
 
 
-@dataclass
 class AdamWReference:
-    """Moments of one tensor and the change they call for: Loshchilov and Hutter, arXiv:1711.05101."""
+    """Moments of one tensor in fp64 and the change they call for: Loshchilov and Hutter, arXiv:1711.05101."""
 
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    step: float
+    def __init__(self, exp_avg: Tensor, exp_avg_sq: Tensor, step: float) -> None:
+        self._moments = (exp_avg, exp_avg_sq)
+        # A second pair is fed with gradients that are closer to zero by what roundings explain: each element of Adam's
+        # update depends on its own gradient alone, and most steeply there.
+        self._disturbed = (exp_avg.clone(), exp_avg_sq.clone())
+        self._step = step
 
-    def change(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
-        """Advance the moments by ``gradient`` and return the change of ``weight``, all of one shape in fp64."""
-        beta1, beta2 = group["betas"]
-        self.step += 1
-        self.exp_avg += (1 - beta1) * (gradient - self.exp_avg)
-        self.exp_avg_sq += (1 - beta2) * (gradient * gradient - self.exp_avg_sq)
-        mean = self.exp_avg / (1 - beta1**self.step)
-        root = torch.sqrt(self.exp_avg_sq / (1 - beta2**self.step))
+    def change(self, weight: Tensor, gradient: Tensor, variance: Tensor, group: Group) -> tuple[Tensor, float]:
+        """As ``MuonReference.change``; any shape."""
+        self._step += 1
+        change = self._change(self._moments, weight, gradient, group)
+        nearer = gradient - torch.sign(gradient) * variance.sqrt()
+        return change, float((self._change(self._disturbed, weight, nearer, group) - change).norm())
+
+    def _change(self, moments: tuple[Tensor, Tensor], weight: Tensor, gradient: Tensor, group: Group) -> Tensor:
+        (beta1, beta2), (exp_avg, exp_avg_sq) = group["betas"], moments
+        exp_avg += (1 - beta1) * (gradient - exp_avg)
+        exp_avg_sq += (1 - beta2) * (gradient * gradient - exp_avg_sq)
+        mean = exp_avg / (1 - beta1**self._step)
+        root = torch.sqrt(exp_avg_sq / (1 - beta2**self._step))
         return torch.mul(group["weight_decay"] * weight + mean / (root + group["eps"]), -group["lr"])
+
+
+class SameDtypeMuon:
+    """``ds_muon.muon_update`` on the whole matrix, in the dtypes of the engine, applied to the fp32 weight."""
+
+    def __init__(self, placed: Placed, state: dict[str, Tensor], rule: MuonRule) -> None:
+        self.state = {"momentum_buffer": state["momentum_buffer"].to(rule.momentum_dtype)}
+        self._rule = rule
+
+    def new_weight(self, weight: Tensor, gradient: Tensor, group: Group) -> Tensor:
+        """The (rows, cols) fp32 weight after one step with the averaged, unscaled fp32 gradient."""
+        rule = self._rule
+        update = muon_update(
+            gradient,
+            self.state["momentum_buffer"],
+            momentum=group["momentum"],
+            nesterov=group["nesterov"],
+            adjust_lr_fn=rule.adjust_lr_fn,
+            ns_steps=rule.ns_steps,
+            ns_method=rule.ns_method,
+            ns_coefficients=rule.ns_coefficients,
+            ns_dtype=str(rule.ns_dtype).removeprefix("torch."),
+            ns_eps=rule.ns_eps,
+        )
+        decay = group["lr"] * group["weight_decay"]
+        decayed = weight * (1 - decay) if decay else weight
+        return decayed.sub(update.mul_(group["lr"]))
+
+
+class SameDtypeAdamW:
+    """``torch.optim.AdamW`` on the whole tensor."""
+
+    def __init__(self, placed: Placed, state: dict[str, Tensor], step: float) -> None:
+        self._param = torch.nn.Parameter(torch.zeros_like(placed.param, dtype=torch.float32).detach())
+        self._adamw = _adamw(self._param)
+        self._adamw.state[self._param] = {
+            "step": torch.tensor(step, dtype=torch.float32, device=placed.param.device),
+            **{key: tensor.clone() for key, tensor in state.items()},
+        }
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        return {key: self._adamw.state[self._param][key] for key in ("exp_avg", "exp_avg_sq")}
+
+    def new_weight(self, weight: Tensor, gradient: Tensor, group: Group) -> Tensor:
+        """The fp32 weight after one step with the averaged, unscaled, clipped fp32 gradient."""
+        self._adamw.param_groups[0].update({key: group[key] for key in ("lr", "betas", "eps", "weight_decay")})
+        self._param.data.copy_(weight)
+        self._param.grad = gradient.clone()
+        self._adamw.step()
+        return self._param.detach().clone()
+
+
+def _adamw(param: torch.nn.Parameter) -> torch.optim.AdamW:
+    try:
+        return torch.optim.AdamW([param], fused=True)
+    except RuntimeError:  # torch has no fused AdamW for this device
+        return torch.optim.AdamW([param])

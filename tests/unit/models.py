@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import deepspeed
@@ -77,11 +77,9 @@ def start(model: nn.Module, config: dict[str, Any], **kwargs: Any) -> Any:
     return engine
 
 
-def train_step(engine: Any, *inputs: Any, before_step: Callable[[], None] | None = None) -> None:
-    """Forward, backward and step on one micro-batch; ``before_step`` is called between backward and step."""
+def train_step(engine: Any, *inputs: Any) -> None:
+    """Forward, backward and step on one micro-batch."""
     engine.backward(engine(*inputs))
-    if before_step is not None:
-        before_step()
     engine.step()
 
 

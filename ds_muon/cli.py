@@ -1,0 +1,169 @@
+"""The command `ds-muon`: its arguments, and what each subcommand calls."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import ds_muon
+from ds_muon.verify import table
+from ds_muon.verify.engine_view import CannotVerify
+from ds_muon.verify.inject import FAULTS
+from ds_muon.verify.launch import RanksFailed, run_ranks
+from ds_muon.verify.outcome import COULD_NOT_RUN, Outcome, exit_code, save
+from ds_muon.verify.record import VerifyResult
+from ds_muon.verify.session import ALL_FAULTS, Task, read_config
+from ds_muon.verify.subject import parse_spec
+
+VERIFY = """\
+Train a few steps on several ranks, and compare every change of every weight with the one that a single process would
+have made from the full gradient: with an fp64 reference that starts from the raw gradients of all ranks, and with the
+same rule in the engine's own dtypes.
+
+Exit code: 0 if all is right; 1 if something is wrong; 2 if it could not run.
+"""
+VERIFY_MODEL = """\
+--model module:factory names a function of yours, in a module that is importable from the current folder:
+
+    def factory(rank, world_size):
+        return model, batches
+
+model: an nn.Module, the same on every rank, that returns its loss: a scalar tensor, .loss, ["loss"], or the first of a
+tuple. batches: an iterable of this rank's micro-batches, each a tensor or a tuple (positional arguments of the model)
+or a dict (keyword arguments). They are moved to the device, but keep their dtype: under fp16 or bf16 the model casts
+its inputs itself. They are started over when they run out, if they can be. torch is seeded alike on every rank: let
+rank make the data differ.
+
+Ranks that are already there, started by `deepspeed --module ds_muon.verify` or `mpirun python -m ds_muon.verify`, take
+the same options.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="ds-muon", description="Muon for DeepSpeed ZeRO stages 1 and 2.")
+    parser.add_argument("--version", action="version", version=f"ds-muon {ds_muon.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_verify(commands)
+    parsed = parser.parse_args(arguments)
+    try:
+        code: int = parsed.run(parsed)
+    except KeyboardInterrupt:
+        return 130
+    except Exception:  # Python's own exit code for it, 1, would say that updates are wrong
+        traceback.print_exc()
+        return COULD_NOT_RUN
+    return code
+
+
+# ---- verify ---------------------------------------------------------------------------------------------------------
+
+
+def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "verify",
+        help="check every update of a DeepSpeed engine against the single-process reference",
+        description=VERIFY,
+        epilog=VERIFY_MODEL,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_verify_options(parser)
+    parser.set_defaults(run=_verify)
+
+
+def add_verify_options(parser: argparse.ArgumentParser) -> None:
+    """The options of ``ds-muon verify`` and of ``python -m ds_muon.verify``."""
+    parser.add_argument("--config", type=Path, metavar="FILE", help="ds_config.json (default: DSMuon, ZeRO-2, fp32)")
+    parser.add_argument("--world-size", type=_positive, metavar="N", help="ranks to start on this machine (default: 2)")
+    parser.add_argument("--steps", type=_positive, default=3, metavar="K", help="optimizer steps to check (default: 3)")
+    parser.add_argument("--model", metavar="MODULE:FACTORY", help="your model and batches; see below (default: a GPT)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
+    parser.add_argument("--report", type=Path, metavar="DIR", help="write a picture and a page there")
+    parser.add_argument(
+        "--inject",
+        choices=[*FAULTS, ALL_FAULTS],
+        metavar="FAULT",
+        help="plant this fault, and exit with 0 if the check finds and names it: "
+        + "; ".join(f"{fault.name} ({fault.summary})" for fault in FAULTS.values())
+        + f"; or {ALL_FAULTS}, one after another",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of weights and data (default: 0)")
+
+
+def check_verify_options(options: argparse.Namespace) -> Task:
+    """The task that the options describe.
+
+    Raises:
+        CannotVerify: an option cannot be met; nothing has been started yet.
+    """
+    if options.report is not None and find_spec("matplotlib") is None:
+        raise CannotVerify("--report needs matplotlib: pip install 'ds-muon[plot]'")
+    if options.model is not None:
+        parse_spec(options.model)
+    return Task(read_config(options.config), options.steps, options.model, options.seed, options.inject)
+
+
+def present(outcomes: Sequence[Outcome], options: argparse.Namespace) -> int:
+    """Print what was found, write the files that were asked for, and end with one line of verdict.
+
+    Returns:
+        The exit code.
+    """
+    if heading := table.heading(outcomes, options.config and str(options.config), options.model):
+        print(heading, end="\n\n")
+    if options.inject == ALL_FAULTS:
+        print(table.fault_table(outcomes))
+        verdict = table.faults_verdict(outcomes)
+    else:
+        (result,) = outcomes
+        assert isinstance(result, VerifyResult)
+        print(table.parameter_table(result))
+        verdict = table.verdict(result) if options.inject is None else table.fault_verdict(result)
+    if options.json is not None:
+        save(outcomes, options.json, as_list=options.inject == ALL_FAULTS)
+        print(f"\nnumbers: {options.json}")
+    if options.report is not None:
+        _write_reports(outcomes, options.report)
+        print(f"\nreport: {options.report}")
+    print(f"\n{verdict}", flush=True)
+    return exit_code(outcomes)
+
+
+def _write_reports(outcomes: Sequence[Outcome], folder: Path) -> None:
+    """One report, or one per fault in a folder of its own."""
+    from ds_muon.report import write_report
+
+    for result in outcomes:
+        if isinstance(result, VerifyResult):
+            write_report(result, folder if len(outcomes) == 1 else folder / str(result.fault))
+
+
+def _verify(options: argparse.Namespace) -> int:
+    world_size = options.world_size or 2
+    arguments = ["--steps", str(options.steps), "--seed", str(options.seed), "--world-size", str(world_size)]
+    for name in ("config", "model", "inject"):
+        if (value := getattr(options, name)) is not None:
+            arguments += [f"--{name}", str(value)]
+    try:
+        check_verify_options(options)
+        return present(run_ranks(arguments, world_size), options)
+    except RanksFailed as error:
+        print(error, file=sys.stderr)
+    except (CannotVerify, OSError) as error:
+        print(f"ds-muon verify: {error}", file=sys.stderr)
+    return COULD_NOT_RUN
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text}: it must be at least 1")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

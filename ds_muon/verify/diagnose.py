@@ -1,0 +1,232 @@
+"""From the numbers of a wrong update to the fault that made them.
+
+Each known fault predicts what it would have done to this very parameter in this step. The prediction that meets what
+the engine did, within the tolerance of the iteration, is the diagnosis.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_muon.orthogonalize import reference_newton_schulz
+from ds_muon.verify.engine_view import MuonRule, Placed, ratio
+from ds_muon.verify.record import UpdateRecord
+from ds_muon.verify.reference import muon_scale
+
+UNKNOWN = "no known fault explains it"
+STALE = "stale rank"
+AVERAGING = "gradient not averaged over ranks"
+IDLE = "rank did not move"
+LOSS_SCALED = "gradient in loss-scaled units"
+CLIPPED_GRADIENT = "clipped gradient"
+MOMENTUM_TWICE = "momentum moved twice"
+SLICE = "update from a partition's slice"
+TWICE = "orthogonalized twice"
+TRANSPOSE = "wrong transpose"
+PADDING = "padding in the matrix"
+CLIPPED_UPDATE = "clipped update"
+SCALED_UPDATE = "wrong learning rate or scale"
+WEIGHT_DECAY = "weight decay of another rate"
+
+# Fit of a factor or a prediction: what is left over, relative to what was observed.
+_STATE_FIT = 1e-3
+_UPDATE_FIT = 0.3
+# How much of ZeRO's padding, in elements, a shifted matrix is looked for.
+_SHIFTS = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of a parameter whose record is not right. Tensors are of its shape, in fp64 but for the states.
+
+    ``expected`` is the change by the same-dtype reference, which comes nearest to what the engine should have done.
+    ``average`` is that of the raw gradients, ``averaged`` the engine's, ``gradient`` the latter, clipped for AdamW.
+    """
+
+    record: UpdateRecord
+    placed: Placed
+    rule: MuonRule
+    group: dict[str, Any]
+    loss_scale: float
+    world_size: int
+    weight: Tensor
+    applied: Tensor
+    expected: Tensor
+    average: Tensor
+    averaged: Tensor
+    gradient: Tensor
+    state_before: dict[str, Tensor | None]
+    state_after: dict[str, Tensor | None]
+    reference_state: dict[str, Tensor]
+
+
+def diagnose(evidence: Evidence) -> str:
+    """The fault in words, beginning with one of this module's names."""
+    record = evidence.record
+    if record.stale_ranks:
+        ranks = ", ".join(map(str, record.stale_ranks))
+        return f"{STALE}: the model on rank {ranks} does not see the new weights"
+    if record.gradient is not None and not record.gradient.ok:
+        return _of_gradient(evidence)
+    if record.state is not None and not record.state.ok:
+        return _of_state(evidence)
+    return _of_update(evidence)
+
+
+# ---- the averaged gradient ------------------------------------------------------------------------------------------
+
+
+def _of_gradient(evidence: Evidence) -> str:
+    factor, left = _fit(evidence.averaged, evidence.average)
+    if left < 0.05:
+        return f"{AVERAGING}: it is {factor:.4g} times the average"
+    return f"{AVERAGING}: it differs from the average of the raw gradients in direction"
+
+
+# ---- momentum and moments -------------------------------------------------------------------------------------------
+
+
+def _of_state(evidence: Evidence) -> str:
+    key = "momentum_buffer" if evidence.placed.use_muon else "exp_avg"
+    before, after = evidence.state_before[key], evidence.state_after[key]
+    assert before is not None and after is not None
+    decay = evidence.group["momentum"] if evidence.placed.use_muon else evidence.group["betas"][0]
+    moved_by = after.double() - decay * before.double()
+    twice = (1 - decay**2) * evidence.gradient + (decay**2 - decay) * before.double()
+    if _left(moved_by, twice) < _STATE_FIT:
+        return f"{MOMENTUM_TWICE} in one step"
+    factor, left = _fit(moved_by, (1 - decay) * evidence.gradient)
+    if left >= _STATE_FIT:
+        return f"{UNKNOWN}: the {key} did not move by the averaged gradient"
+    if factor < 1:
+        return f"{CLIPPED_GRADIENT}: {factor:.4g} times the averaged one moved the {key}"
+    if factor == evidence.loss_scale or _is_power_of_two(factor):
+        return f"{LOSS_SCALED}: {factor:.6g} times the averaged one moved the {key}"
+    return f"{UNKNOWN}: {factor:.6g} times the averaged gradient moved the {key}"
+
+
+# ---- the update -----------------------------------------------------------------------------------------------------
+
+
+def _of_update(evidence: Evidence) -> str:
+    idle = _idle_rank(evidence)
+    if idle is not None:
+        return f"{IDLE}: the weights that rank {idle} holds stayed as they were"
+    explanations = dict(_muon_predictions(evidence) if evidence.placed.use_muon else _common_predictions(evidence))
+    errors = {text: _left(evidence.applied, change) for text, change in explanations.items()}
+    best = min(errors, key=lambda text: errors[text], default=UNKNOWN)
+    # Far nearer than the right update is. Not to rounding: two passes, for one, magnify what no reference can predict.
+    if errors.get(best, math.inf) > min(_UPDATE_FIT, _left(evidence.applied, evidence.expected) / 2):
+        return UNKNOWN
+    return best
+
+
+def _idle_rank(evidence: Evidence) -> int | None:
+    """A rank whose piece did not change, though it should have."""
+    start = 0
+    for rank, numel in evidence.record.cuts:
+        applied, expected = (t.reshape(-1)[start : start + numel] for t in (evidence.applied, evidence.expected))
+        if not applied.any() and expected.any():
+            return rank
+        start += numel
+    return None
+
+
+def _common_predictions(evidence: Evidence) -> Iterator[tuple[str, Tensor]]:
+    decayed = -evidence.group["lr"] * evidence.group["weight_decay"] * evidence.weight
+    update = evidence.expected - decayed
+    # Both rates at once: an update that is scaled and weights that are decayed otherwise.
+    factor, _ = _fit(evidence.applied - decayed, update)
+    if 0 < factor < 1:
+        yield f"{CLIPPED_UPDATE}, or {SCALED_UPDATE}: {factor:.4g} times the right one", decayed + factor * update
+    elif factor > 1:
+        yield f"{SCALED_UPDATE}: {factor:.4g} times the right one", decayed + factor * update
+    decay, _ = _fit(evidence.applied - update, -evidence.group["lr"] * evidence.weight)
+    yield f"{WEIGHT_DECAY}: {decay:.4g}", update - evidence.group["lr"] * decay * evidence.weight
+
+
+def _muon_predictions(evidence: Evidence) -> Iterator[tuple[str, Tensor]]:
+    yield from _common_predictions(evidence)
+    direction = _direction(evidence)
+    right = _orthogonal(direction, evidence)
+    rows, cols = direction.shape
+    faults: dict[str, Callable[[], Tensor]] = {
+        TWICE: lambda: _orthogonal(right, evidence),
+        f"{TRANSPOSE}: the result lies in memory as its transpose": lambda: right.mT.reshape(rows, cols),
+    }
+    if evidence.record.straddles:
+        faults[f"{SLICE}: each holder orthogonalized its own"] = lambda: _of_slices(direction, evidence)
+        for cut in _boundaries(evidence):
+            for shift in _SHIFTS:
+                text = f"{PADDING}: shifted by {shift} elements from element {cut} on"
+                faults[text] = partial(_of_shifted, direction, cut, shift, evidence)
+    decayed = -evidence.group["lr"] * evidence.group["weight_decay"] * evidence.weight
+    scale = -evidence.group["lr"] * muon_scale(evidence.rule.adjust_lr_fn, rows, cols)
+    for text, orthogonal in faults.items():
+        yield text, decayed + scale * orthogonal()
+
+
+def _direction(evidence: Evidence) -> Tensor:
+    """U, from the momentum of the same-dtype reference, which has taken in the engine's gradient."""
+    m, mu = evidence.reference_state["momentum_buffer"].double(), evidence.group["momentum"]
+    return (1 - mu) * evidence.gradient + mu * m if evidence.group["nesterov"] else m
+
+
+def _of_slices(direction: Tensor, evidence: Evidence) -> Tensor:
+    result = torch.zeros_like(direction)
+    start = 0
+    for _, numel in evidence.record.cuts:
+        alone = torch.zeros_like(direction)
+        piece = slice(start, start + numel)
+        alone.view(-1)[piece] = direction.view(-1)[piece]
+        result.view(-1)[piece] = _orthogonal(alone, evidence).view(-1)[piece]
+        start += numel
+    return result
+
+
+def _boundaries(evidence: Evidence) -> list[int]:
+    ends, end = [], 0
+    for _, numel in evidence.record.cuts[:-1]:
+        end += numel
+        ends.append(end)
+    return ends
+
+
+def _of_shifted(direction: Tensor, cut: int, shift: int, evidence: Evidence) -> Tensor:
+    """Zeros where ``shift`` elements of padding were read as the matrix's, and the rest that much later."""
+    shifted = direction.clone().view(-1)
+    shift = min(shift, shifted.numel() - cut)
+    shifted[cut + shift :] = direction.reshape(-1)[cut : direction.numel() - shift]
+    shifted[cut : cut + shift] = 0
+    return _orthogonal(shifted.view(direction.shape), evidence)
+
+
+def _orthogonal(matrix: Tensor, evidence: Evidence) -> Tensor:
+    rule = evidence.rule
+    return reference_newton_schulz(matrix, ns_steps=rule.ns_steps, ns_coefficients=rule.ns_coefficients)
+
+
+# ---- fits -----------------------------------------------------------------------------------------------------------
+
+
+def _fit(found: Tensor, direction: Tensor) -> tuple[float, float]:
+    """The factor f that brings f * direction nearest to what was found, and what is left over, relative to it."""
+    square = float(direction.square().sum())
+    factor = float((found * direction).sum()) / square if square else 0.0
+    return factor, _left(found, factor * direction)
+
+
+def _left(found: Tensor, predicted: Tensor) -> float:
+    return ratio(float((found - predicted).norm()), float(found.norm()))
+
+
+def _is_power_of_two(factor: float) -> bool:
+    """To within rounding; at least 4, since 2 may be a sum over two ranks."""
+    return factor > 3 and abs(math.log2(factor) - round(math.log2(factor))) < 1e-4

@@ -1,0 +1,244 @@
+"""What the check reads of a DeepSpeed engine: where parameters lie, whole tensors from partitions, rules and scales.
+
+Everything here comes from DeepSpeed's own ZeRO-1/2 optimizer, by its own maps, so that it holds for DSMuon and for
+DeepSpeed's ``Muon`` alike. DSMuon's partition plan is asked for one thing, the owner of a matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class CannotVerify(Exception):
+    """The engine or its config is one that the check cannot read, or that cannot show what is asked for."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A parameter and where it lies: its param group, and its first element in the group's flat buffer."""
+
+    name: str
+    param: Tensor
+    group: int
+    offset: int
+    use_muon: bool
+
+
+@dataclass(frozen=True)
+class MuonRule:
+    """The settings of Muon's update that are not in ``param_groups``, and the dtypes it runs in."""
+
+    adjust_lr_fn: str
+    ns_steps: int
+    ns_coefficients: Any
+    ns_method: str
+    ns_dtype: torch.dtype
+    ns_eps: float
+    momentum_dtype: torch.dtype
+
+
+class EngineView:
+    """Reads one ZeRO-1/2 optimizer. Methods that say so are collectives over its data-parallel group.
+
+    Args:
+        zero: ``engine.optimizer``.
+        names: the parameters to look at; all by default.
+
+    Raises:
+        CannotVerify: not a ZeRO-1/2 optimizer with DSMuon or DeepSpeed's Muon.
+    """
+
+    def __init__(self, zero: Any, names: Collection[str] | None = None) -> None:
+        if not hasattr(zero, "single_partition_of_fp32_groups") or not hasattr(zero, "round_robin_bit16_offsets"):
+            raise CannotVerify(
+                f"the engine's optimizer is {type(zero).__name__}: only DeepSpeed's ZeRO optimizer of stage 1 or 2 can "
+                'be checked. Set zero_optimization.stage to 1 or 2 (with DeepSpeed\'s "Muon" at stage 1 in bf16, leave '
+                "data_types.grad_accum_dtype out)"
+            )
+        self.zero = zero
+        self.is_dsmuon = hasattr(zero, "newton_schulz")
+        self.rule = _dsmuon_rule(zero) if self.is_dsmuon else _deepspeed_rule(zero)
+        self.process_group = zero.dp_process_group
+        self.rank = dist.get_rank(self.process_group)
+        self.world_size = dist.get_world_size(self.process_group)
+        self.placed = [p for p in self._located() if names is None or p.name in names]
+        self._owners = {m.name: m.owner for m in zero.plan.matrices} if self.is_dsmuon else {}
+
+    def _located(self) -> Iterable[Placed]:
+        zero = self.zero
+        for group, (params, offsets) in enumerate(
+            zip(zero.round_robin_bit16_groups, zero.round_robin_bit16_offsets, strict=True)
+        ):
+            for param, offset in zip(params, offsets, strict=True):
+                yield Placed(zero.param_names[param], param, group, offset, bool(zero.param_groups[group]["use_muon"]))
+
+    # ---- settings -----------------------------------------------------------------------------------------------
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The settings of every param group, as they are now."""
+        theirs = {"nesterov": True}  # what DeepSpeed's Muon does, without a key for it
+        return [
+            {**theirs, **{key: value for key, value in group.items() if key != "params"}}
+            for group in self.zero.param_groups
+        ]
+
+    @property
+    def divisor(self) -> float:
+        """What the sum over all ranks of the raw gradients is divided by: loss scale, and ranks that average."""
+        zero = self.zero
+        averaged_over = self.world_size / zero.sequence_parallel_size if zero.gradient_average else 1
+        return float(zero.loss_scale * averaged_over)
+
+    @property
+    def loss_scale(self) -> float:
+        return float(self.zero.loss_scale)
+
+    @property
+    def summed_in(self) -> torch.dtype:
+        """The coarsest dtype in which gradients are summed over micro-batches or ranks."""
+        dtypes = (*self.zero.ipg_buckets, self.zero.gradient_accumulation_dtype)
+        coarsest: torch.dtype = max(dtypes, key=lambda dtype: float(torch.finfo(dtype).eps))
+        return coarsest
+
+    @property
+    def clipping(self) -> tuple[float, bool]:
+        """``gradient_clipping``, and whether AdamW's gradients are clipped by the norm of all or by their own."""
+        everything = not self.is_dsmuon or self.zero.optimizer.config.clip_norm_scope == "all"
+        return float(self.zero.clip_grad), everything
+
+    @property
+    def precision(self) -> str:
+        """One line: the dtypes of model, sums, iteration and momentum."""
+        names = [_short(t) for t in (self.zero.dtype, self.summed_in, self.rule.ns_dtype, self.rule.momentum_dtype)]
+        model, sums, iteration, momentum = names
+        return f"{model} model, {sums} sums, {self.rule.ns_method} in {iteration}, {momentum} momentum"
+
+    def owner(self, placed: Placed) -> int | None:
+        return self._owners.get(placed.name)
+
+    def cuts(self, placed: Placed) -> tuple[tuple[int, int], ...]:
+        """(rank, elements) of every piece, in flat order."""
+        size, start, end = self.zero.partition_size[placed.group], placed.offset, placed.offset + placed.param.numel()
+        return tuple(
+            (rank, min(end, (rank + 1) * size) - max(start, rank * size))
+            for rank in range(start // size, (end - 1) // size + 1)
+        )
+
+    # ---- whole tensors, from the pieces that ranks hold: collectives ----------------------------------------------
+
+    def weight(self, placed: Placed) -> Tensor:
+        """The fp32 weight, of the parameter's shape."""
+        return self._whole([self.zero.single_partition_of_fp32_groups[placed.group].detach()], placed)
+
+    def state(self, placed: Placed, key: str) -> Tensor | None:
+        """A tensor of the optimizer's state in fp32; None where it is not laid out like the partition."""
+        if not self.is_dsmuon and placed.use_muon:
+            return None
+        flat = self.zero.single_partition_of_fp32_groups[placed.group]
+        state = self.zero.optimizer.state.get(flat, {})
+        return self._whole([state[key] if key in state else torch.zeros_like(flat)], placed)
+
+    def averaged_gradient(self, placed: Placed) -> Tensor | None:
+        """What ZeRO's reduction left of the gradient, unscaled, in fp32. Between ``backward`` and ``step`` only.
+
+        None where DeepSpeed's Muon has already overwritten it with its update.
+        """
+        if not self.is_dsmuon and placed.use_muon:
+            return None
+        fragments = self.zero.averaged_gradients[placed.group]
+        flat = getattr(fragments, "flat_partition", None)
+        whole = self._whole(fragments if flat is None else [flat], placed)
+        return whole if self.loss_scale == 1 else whole.mul_(1 / self.loss_scale)
+
+    def adamw_step(self, placed: Placed) -> float:
+        """How many steps AdamW has made for this parameter."""
+        flat = self.zero.single_partition_of_fp32_groups[placed.group]
+        state = self.zero.optimizer.state.get(flat, {})
+        return float(state.get("step", self.zero.param_groups[placed.group].get("step", 0)))
+
+    def stale_ranks(self, weights: Iterable[tuple[Placed, Tensor]]) -> list[tuple[int, ...]]:
+        """For each parameter, the ranks whose model does not hold the fp32 weight rounded to its dtype."""
+        stale = torch.tensor(
+            [not torch.equal(placed.param.detach(), weight.to(placed.param.dtype)) for placed, weight in weights],
+            dtype=torch.int32,
+            device=self.zero.device,
+        )
+        every = [torch.empty_like(stale) for _ in range(self.world_size)]
+        dist.all_gather(every, stale, group=self.process_group)
+        table = torch.stack(every, dim=1).tolist()
+        return [tuple(rank for rank, is_stale in enumerate(row) if is_stale) for row in table]
+
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        """In place."""
+        dist.all_reduce(tensor, group=self.process_group)
+        return tensor
+
+    def _whole(self, pieces: Iterable[Tensor], placed: Placed) -> Tensor:
+        """``pieces`` are the flat partition of this rank, one after another; every element has one holder."""
+        whole = torch.zeros(placed.param.numel(), dtype=torch.float32, device=placed.param.device)
+        position = self.rank * self.zero.partition_size[placed.group] - placed.offset
+        for piece in pieces:
+            start, end = max(0, position), min(whole.numel(), position + piece.numel())
+            if start < end:
+                whole[start:end] = piece.reshape(-1)[start - position : end - position]
+            position += piece.numel()
+        return self.sum_over_ranks(whole).view(placed.param.shape)
+
+
+def _dsmuon_rule(zero: Any) -> MuonRule:
+    config, resolved = zero.optimizer.config, zero.newton_schulz
+    return MuonRule(
+        adjust_lr_fn=config.adjust_lr_fn,
+        ns_steps=config.ns_steps,
+        ns_coefficients=config.ns_coefficients,
+        ns_method=resolved.method,
+        ns_dtype=resolved.dtype,
+        ns_eps=resolved.eps,
+        momentum_dtype=getattr(torch, config.momentum_dtype),
+    )
+
+
+def _deepspeed_rule(zero: Any) -> MuonRule:
+    if type(zero.optimizer).__name__ != "MuonWithAuxAdam":
+        raise CannotVerify(
+            f"the optimizer is {type(zero.optimizer).__name__}: "
+            'set optimizer.type to "DSMuon" (or to "Muon", which is DeepSpeed\'s own)'
+        )
+    groups = zero.optimizer.param_groups
+    if not zero.optimizer.adam_w_mode and any(group["weight_decay"] for group in groups if not group["use_muon"]):
+        raise CannotVerify("adam_w_mode is false: remove the key, the check knows decoupled weight decay only")
+    if any(zero.optimizer.state.get(flat) for flat in zero.single_partition_of_fp32_groups):
+        raise CannotVerify('DeepSpeed\'s "Muon" can only be checked from its first step on')
+    from deepspeed.runtime.zero.muon.original_muon import ns_compute_dtype
+
+    methods = {group.get("ns_method", "gram") for group in groups if group["use_muon"]} or {"gram"}
+    if len(methods) > 1:
+        raise CannotVerify(f"param groups with different ns_method ({', '.join(sorted(methods))}): give all the same")
+    (method,) = methods
+    return MuonRule(
+        adjust_lr_fn="original",
+        ns_steps=5,
+        ns_coefficients="quintic",
+        ns_method=method,
+        ns_dtype=ns_compute_dtype(method),
+        ns_eps=1e-15,
+        momentum_dtype=zero.dtype,
+    )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype, str(dtype))
+
+
+def ratio(value: float, size: float) -> float:
+    """``value / size``; 0 / 0 is 0."""
+    if size == 0:
+        return 0.0 if value == 0 else math.inf
+    return value / size

@@ -1,0 +1,305 @@
+"""Known faults, planted one at a time into a running engine: the test of the check itself.
+
+Each fault is one that an optimizer has had, made at the place where it would be made. The check must find it in the
+weights, the state or the gradient, and name it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_muon.orthogonalize import orthogonalize
+from ds_muon.partition import GroupPlan, Matrix, Slice
+from ds_muon.update import update_scale
+from ds_muon.verify import diagnose
+from ds_muon.verify.engine_view import CannotVerify
+from ds_muon.verify.record import UpdateRecord
+
+# ZeRO pads in such steps (16 bytes of fp32).
+_PADDING = 4
+# Taken for the loss scale where there is none.
+_LOSS_SCALE = 1024.0
+_WEIGHT_DECAY = 0.1
+
+# Replaces a method of the ZeRO optimizer (or of what it is given as `target`) by one that calls the original.
+_Replace = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault, what it does, and how the diagnosis of it begins. ``plant`` makes it, by replacing methods."""
+
+    name: str
+    summary: str
+    diagnosis: str
+    plant: Callable[[Any, _Replace], None]
+
+
+@contextmanager
+def plant(name: str, engine: Any) -> Iterator[None]:
+    """Within this context the engine's optimizer makes one fault. Call it on every rank.
+
+    Raises:
+        CannotVerify: the optimizer is not DSMuon's, or has nothing that this fault could change.
+    """
+    zero = engine.optimizer
+    if not hasattr(zero, "newton_schulz"):
+        raise CannotVerify('faults can be planted in DSMuon only: set optimizer.type to "DSMuon"')
+    with ExitStack() as stack:
+
+        def replace(method: str, new: Callable[..., Any], target: Any = zero) -> None:
+            original = getattr(target, method)
+
+            def replaced(*args: Any) -> Any:
+                return new(original, *args)
+
+            stack.enter_context(mock.patch.object(target, method, replaced))
+
+        FAULTS[name].plant(zero, replace)
+        yield
+
+
+def found(name: str, records: Iterable[UpdateRecord]) -> bool:
+    """Whether the check has found this fault and named it."""
+    diagnosis = FAULTS[name].diagnosis
+    return any(not record.ok and (record.diagnosis or "").startswith(diagnosis) for record in records)
+
+
+# ---- of the gradient ------------------------------------------------------------------------------------------------
+
+
+def _clipped_gradient(zero: Any, replace: _Replace) -> None:
+    """Muon's gradients are scaled down where the norm of all gradients exceeds half of what it was at first."""
+    limits: list[float] = []
+
+    def squared_norms(original: Callable[..., list[float]], gradients: list[Tensor]) -> list[float]:
+        squares = original(gradients)
+        norm = math.sqrt(sum(squares))
+        if math.isfinite(norm):
+            limits.append(norm / 2)
+            for gradient in _of_muon(zero, gradients):
+                gradient.mul_(min(1.0, limits[0] / norm))
+        return squares
+
+    replace("_squared_norms", squared_norms)
+
+
+def _loss_scaled(zero: Any, replace: _Replace) -> None:
+    """The loss scale is not taken out of Muon's gradients (times 1024 where there is none)."""
+
+    def take_gradient(original: Callable[[int], Tensor], group_index: int) -> Tensor:
+        gradient = original(group_index)
+        if zero.param_groups[group_index]["use_muon"]:
+            gradient.mul_(_LOSS_SCALE if zero.loss_scale == 1 else zero.loss_scale)
+        return gradient
+
+    replace("_take_gradient", take_gradient)
+
+
+def _not_averaged(zero: Any, replace: _Replace) -> None:
+    """The gradients of the ranks are added up, not averaged."""
+    ranks = _more_than_one_rank(zero)
+
+    def reduce(original: Callable[..., Tensor], *args: Any) -> Tensor:
+        return original(*args).mul_(ranks)
+
+    replace("gradient_reduction_w_predivide", reduce)
+
+
+# ---- of the momentum ------------------------------------------------------------------------------------------------
+
+
+def _momentum_twice(zero: Any, replace: _Replace) -> None:
+    """The momentum takes in the same gradient two times."""
+
+    def advance(original: Callable[[int, Tensor], None], group_index: int, gradient: Tensor) -> None:
+        original(group_index, gradient.clone())
+        original(group_index, gradient)
+
+    replace("advance_momentum_", advance, zero.optimizer)
+
+
+# ---- of the update --------------------------------------------------------------------------------------------------
+
+
+def _slice(zero: Any, replace: _Replace) -> None:
+    """Every holder of a straddling matrix orthogonalizes its own slice, zeros in place of the rest."""
+    _a_straddling_matrix(zero)
+
+    def orthogonalize_partition(original: Callable[[int, Tensor], None], group_index: int, partition: Tensor) -> None:
+        group: GroupPlan = zero.plan.groups[group_index]
+        held = [(matrix, piece) for matrix, piece in group.held(_rank(zero)) if matrix.straddles]
+        slices = [_piece(partition, piece).clone() for _, piece in held]
+        original(group_index, partition)
+        for (matrix, piece), of_slice in zip(held, slices, strict=True):
+            alone = partition.new_zeros(matrix.rows * matrix.cols)
+            alone[piece.start : piece.start + piece.numel] = of_slice
+            (output,) = orthogonalize([alone.view(matrix.rows, matrix.cols)], zero.newton_schulz)
+            scale = update_scale(zero.optimizer.config.adjust_lr_fn, matrix.rows, matrix.cols)
+            own = output.reshape(-1)[piece.start : piece.start + piece.numel]
+            _piece(partition, piece).copy_(own).mul_(scale)
+
+    replace("_orthogonalize_partition_", orthogonalize_partition)
+
+
+def _orthogonalized_twice(zero: Any, replace: _Replace) -> None:
+    """Newton-Schulz runs on the result of Newton-Schulz, as when two layers of code each do it."""
+
+    def orthogonalize_partition(original: Callable[[int, Tensor], None], group_index: int, partition: Tensor) -> None:
+        original(group_index, partition)
+        original(group_index, partition)
+
+    replace("_orthogonalize_partition_", orthogonalize_partition)
+
+
+def _transposed(zero: Any, replace: _Replace) -> None:
+    """The result of a tall matrix, which is iterated on as a wide one, is stored without turning it back."""
+
+    def is_tall(matrix: Matrix) -> bool:
+        return matrix.rows > matrix.cols and not matrix.straddles
+
+    if not any(is_tall(matrix) for matrix in zero.plan.matrices):
+        raise CannotVerify("no tall matrix lies whole on one rank")
+
+    def orthogonalize_partition(original: Callable[[int, Tensor], None], group_index: int, partition: Tensor) -> None:
+        original(group_index, partition)
+        for matrix, piece in zero.plan.groups[group_index].held(_rank(zero)):
+            if is_tall(matrix):
+                stored = _piece(partition, piece)
+                stored.copy_(stored.view(matrix.rows, matrix.cols).mT.reshape(-1))
+
+    replace("_orthogonalize_partition_", orthogonalize_partition)
+
+
+def _padding(zero: Any, replace: _Replace) -> None:
+    """Padding at the start of the second holder's partition is read as part of a straddling matrix."""
+    _a_straddling_matrix(zero)
+    for group, exchange in zip(zero.plan.groups, zero._exchanges, strict=True):
+
+        def gather(
+            original: Callable[[Tensor], list[Tensor]], partition: Tensor, owned: Any = exchange.owned
+        ) -> list[Tensor]:
+            matrices = original(partition)
+            for matrix, whole in zip(owned, matrices, strict=True):
+                flat, cut = whole.view(-1), matrix.slices[1].start
+                padding = min(_PADDING, flat.numel() - cut)
+                flat[cut + padding :] = flat[cut : flat.numel() - padding].clone()
+                flat[cut : cut + padding] = 0
+            return matrices
+
+        if group.straddlers:
+            replace("gather", gather, exchange)
+
+
+def _clipped_update(zero: Any, replace: _Replace) -> None:
+    """Updates are clipped to the norm that ``gradient_clipping`` allows gradients (1 where it is off)."""
+
+    def commit(original: Callable[..., None], gradients: list[Tensor]) -> None:
+        square = torch.stack([gradient.double().square().sum() for gradient in gradients]).sum()
+        dist.all_reduce(square, group=zero.dp_process_group)
+        factor = min(1.0, (zero.clip_grad or 1.0) / (math.sqrt(float(square)) + 1e-6))
+        for update in _of_muon(zero, gradients):
+            update.mul_(factor)
+        original(gradients)
+
+    replace("_commit", commit)
+
+
+def _weight_decay(zero: Any, replace: _Replace) -> None:
+    """Muon's weights are decayed by AdamW's rate as well (by 0.1 where that is none)."""
+    rates = [group["weight_decay"] for group in zero.param_groups if not group["use_muon"]]
+    decay = max(rates, default=0.0) or _WEIGHT_DECAY
+
+    def commit(original: Callable[..., None], gradients: list[Tensor]) -> None:
+        for group, flat in zip(zero.param_groups, zero.single_partition_of_fp32_groups, strict=True):
+            if group["use_muon"]:
+                flat.data.mul_(1 - group["lr"] * decay)
+        original(gradients)
+
+    replace("_commit", commit)
+
+
+# ---- of one rank ----------------------------------------------------------------------------------------------------
+
+
+def _idle_rank(zero: Any, replace: _Replace) -> None:
+    """The last rank does not apply its updates."""
+
+    def commit(original: Callable[..., None], gradients: list[Tensor]) -> None:
+        before = [flat.detach().clone() for flat in zero.single_partition_of_fp32_groups]
+        original(gradients)
+        if _rank(zero) == dist.get_world_size(zero.dp_process_group) - 1:
+            for flat, old in zip(zero.single_partition_of_fp32_groups, before, strict=True):
+                flat.data.copy_(old)
+
+    replace("_commit", commit)
+
+
+def _stale_rank(zero: Any, replace: _Replace) -> None:
+    """The model on the last rank keeps the weights of the step before."""
+    _more_than_one_rank(zero)
+
+    def update_lp_params(original: Callable[[], None]) -> None:
+        params = [param for group in zero.bit16_groups for param in group]
+        before = [param.detach().clone() for param in params]
+        original()
+        if _rank(zero) == dist.get_world_size(zero.dp_process_group) - 1:
+            for param, old in zip(params, before, strict=True):
+                param.data.copy_(old)
+
+    replace("update_lp_params", update_lp_params)
+
+
+FAULTS: dict[str, Fault] = {
+    fault.name: fault
+    for fault in (
+        Fault("slice", "update from a partition's slice", diagnose.SLICE, _slice),
+        Fault("orthogonalized-twice", "Newton-Schulz of Newton-Schulz", diagnose.TWICE, _orthogonalized_twice),
+        Fault("clipped-update", "the update is clipped like a gradient", diagnose.CLIPPED_UPDATE, _clipped_update),
+        Fault("clipped-gradient", "Muon's gradient is clipped", diagnose.CLIPPED_GRADIENT, _clipped_gradient),
+        Fault("loss-scaled", "the gradient is in loss-scaled units", diagnose.LOSS_SCALED, _loss_scaled),
+        Fault("not-averaged", "gradients of ranks are summed", diagnose.AVERAGING, _not_averaged),
+        Fault("momentum-twice", "the momentum moves twice a step", diagnose.MOMENTUM_TWICE, _momentum_twice),
+        Fault("transposed", "a tall result is stored transposed", diagnose.TRANSPOSE, _transposed),
+        Fault("idle-rank", "one rank does not apply its updates", diagnose.IDLE, _idle_rank),
+        Fault("stale-rank", "one rank's model keeps old weights", diagnose.STALE, _stale_rank),
+        Fault("padding", "padding is read as part of a matrix", diagnose.PADDING, _padding),
+        Fault("weight-decay", "AdamW's weight decay on Muon's weights", diagnose.WEIGHT_DECAY, _weight_decay),
+    )
+}
+
+
+# ---- what faults need -----------------------------------------------------------------------------------------------
+
+
+def _rank(zero: Any) -> int:
+    return dist.get_rank(zero.dp_process_group)
+
+
+def _of_muon(zero: Any, tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor for group, tensor in zip(zero.param_groups, tensors, strict=True) if group["use_muon"]]
+
+
+def _piece(partition: Tensor, piece: Slice) -> Tensor:
+    return partition.narrow(0, piece.offset, piece.numel)
+
+
+def _a_straddling_matrix(zero: Any) -> None:
+    if not any(matrix.straddles for matrix in zero.plan.matrices):
+        raise CannotVerify("no matrix straddles a partition boundary with this model and world size")
+
+
+def _more_than_one_rank(zero: Any) -> int:
+    ranks = dist.get_world_size(zero.dp_process_group)
+    if ranks == 1:
+        raise CannotVerify("one rank has no other to differ from")
+    return ranks

@@ -1,0 +1,156 @@
+"""Start ranks on this machine with the `deepspeed` launcher, wait for them, and read what rank 0 found."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import torch
+
+from ds_muon.verify.outcome import Outcome, load
+
+# A rank that fails writes its message between these; see `describe_failure`.
+FAILED, END_OF_FAILURE = "ds-muon verify failed on rank", "ds-muon verify: end of the failure"
+
+_TRACEBACK = "Traceback (most recent call last):"
+_LINES_OF_LOG = 25
+_PATIENCE_SECONDS = 5.0
+
+
+class RanksFailed(Exception):
+    """The ranks ended without a result. The message says why."""
+
+
+def run_ranks(arguments: Sequence[str], world_size: int) -> list[Outcome]:
+    """Run ``python -m ds_muon.verify`` with these arguments on ``world_size`` ranks and return what they found.
+
+    The ranks' output goes to a file, which is kept if they crash. All of them end with this call, however it ends.
+
+    Raises:
+        RanksFailed: they ended without a result.
+    """
+    environment, devices = placement(os.environ, world_size, torch.cuda.device_count())
+    where = "the CPU" if environment["DS_ACCELERATOR"] == "cpu" else environment["DS_ACCELERATOR"]
+    print(f"starting {world_size} rank{'s' * (world_size > 1)} on {where} ...", file=sys.stderr, flush=True)
+    folder = Path(tempfile.mkdtemp(prefix="ds-muon-verify-"))
+    log, result = folder / "ranks.log", folder / "result.json"
+    keep_log = False
+    try:
+        _launch([*devices, "--module", "ds_muon.verify", *arguments, "--json", str(result)], environment, log)
+        # Not the exit code: a rank whose work is done may still abort while its interpreter shuts down.
+        if result.exists():
+            return load(result)
+        message = describe_failure(log.read_text(errors="replace"))
+        keep_log = not message.startswith(FAILED) or _TRACEBACK in message
+        raise RanksFailed(message + (f"\n(the whole log: {log})" if keep_log else ""))
+    finally:
+        if not keep_log:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def placement(environment: Mapping[str, str], world_size: int, gpus: int) -> tuple[dict[str, str], list[str]]:
+    """Where ranks run: their environment, and the launcher's options.
+
+    They run on what ``DS_ACCELERATOR`` names, else on GPUs if there is one for each, else on the CPU, whose cores they
+    share.
+    """
+    ours = dict(environment)
+    accelerator = ours.setdefault("DS_ACCELERATOR", "cuda" if gpus >= world_size else "cpu")
+    if accelerator == "cpu":
+        ours.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // world_size)))
+    visible = ours.get("CUDA_VISIBLE_DEVICES", "")
+    if accelerator == "cuda" and re.fullmatch(r"\d+(,\d+)*", visible):
+        # Given a number of accelerators, the launcher would take the machine's first ones instead of these.
+        del ours["CUDA_VISIBLE_DEVICES"]
+        return ours, ["--include", f"localhost:{','.join(visible.split(',')[:world_size])}"]
+    return ours, ["--num_accelerators", str(world_size)]
+
+
+def describe_failure(log: str) -> str:
+    """The message of the rank that failed first, with the end of its traceback; else the last lines of the log."""
+    block = re.search(rf"^{FAILED} .*?(?=^{END_OF_FAILURE}|\Z)", log, re.MULTILINE | re.DOTALL)
+    if block is not None:
+        message, traceback, calls = block[0].rstrip().partition(_TRACEBACK)
+        lines = calls.splitlines()
+        shown = lines if len(lines) <= _LINES_OF_LOG else ["", "  ...", *lines[-_LINES_OF_LOG:]]
+        return message.rstrip() + ("\n" + traceback + "\n".join(shown) if traceback else "")
+    lines = [line for line in log.splitlines() if line.strip() and not _is_noise(line)]
+    return "\n".join(["the ranks ended without a result; the last lines of their log:", *lines[-_LINES_OF_LOG:]])
+
+
+def _is_noise(line: str) -> bool:
+    return re.match(r"\[[^]]*\] \[(INFO|WARNING|DEBUG)\]|.*Warning: |  warnings\.warn", line) is not None
+
+
+def _launch(arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+    """Run the `deepspeed` launcher to its end, or end it and its ranks with this call."""
+    port = _free_port()
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--master_port", str(port), "--log_level", "warning"]
+    with _signals_as_exits(), log.open("wb") as output:
+        # A session of their own: one signal reaches them all, and a terminal's Ctrl-C comes through here only.
+        process = subprocess.Popen(
+            [*command, *arguments],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            process.wait()
+        finally:
+            _end(process)
+            _remove_buffers(port)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def _signals_as_exits() -> Iterator[None]:
+    """A signal to end leaves through `finally`."""
+
+    def leave(signum: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + signum)
+
+    previous = {signum: signal.signal(signum, leave) for signum in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the launcher and every rank that is left of its process group."""
+    for signum in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        try:
+            os.killpg(process.pid, signum)
+            while time.monotonic() < deadline:
+                process.poll()  # reaps the launcher
+                os.killpg(process.pid, 0)
+                time.sleep(0.05)
+        except ProcessLookupError:
+            return
+
+
+def _remove_buffers(port: int) -> None:
+    """DeepSpeed's CPU ranks leave 64 MiB each in shared memory, named by user, address, port and rank."""
+    for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*_{port}_*"):
+        buffer.unlink(missing_ok=True)

@@ -1,0 +1,186 @@
+"""What the harness finds: one record per parameter and step, and the result of a run. Plain data, to and from JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A relative Frobenius error beside what the arithmetic explains; see ``tolerances``."""
+
+    error: float
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.tolerance  # a NaN is not
+
+    @property
+    def excess(self) -> float:
+        """``error / tolerance``: above 1 is wrong; 0 for no error at all, infinite for a NaN."""
+        if self.error == 0:
+            return 0.0
+        excess = self.error / self.tolerance if self.tolerance > 0 else math.inf
+        return math.inf if math.isnan(excess) else excess
+
+
+@dataclass(frozen=True)
+class UpdateRecord:
+    """One parameter in one optimizer step: what the engine did beside what it should have done.
+
+    Attributes:
+        step: of this check, from 1.
+        name: the parameter.
+        shape: its shape.
+        half: ``"muon"`` or ``"adamw"``.
+        group: index of its param group.
+        cuts: (rank, elements) of every piece that ZeRO cut it into, in flat order.
+        owner: the rank that orthogonalizes it; None in the AdamW half, or where the optimizer does not tell.
+        against_fp64: the change of the fp32 weights beside the fp64 reference, from the raw gradients of all ranks.
+        cosine: between the applied change and that of the fp64 reference.
+        against_same_dtype: the change beside the same rule on the whole parameter in the engine's own dtypes, from the
+            averaged gradient that ZeRO left: free of rounding, so that only a fault of the step remains.
+        gradient: the averaged gradient that ZeRO left beside the fp64 average of the raw ones. None where the optimizer
+            has overwritten it.
+        state: momentum, or the worse of AdamW's moments, beside the same-dtype reference. None where it cannot be read.
+        stale_ranks: ranks whose model does not see the rounded fp32 weights.
+        diagnosis: the fault that explains the errors; None where nothing is wrong.
+    """
+
+    step: int
+    name: str
+    shape: tuple[int, ...]
+    half: str
+    group: int
+    cuts: tuple[tuple[int, int], ...]
+    owner: int | None
+    against_fp64: Comparison
+    cosine: float
+    against_same_dtype: Comparison
+    gradient: Comparison | None
+    state: Comparison | None
+    stale_ranks: tuple[int, ...] = ()
+    diagnosis: str | None = None
+
+    @property
+    def relative_error(self) -> float:
+        return self.against_fp64.error
+
+    @property
+    def tolerance(self) -> float:
+        return self.against_fp64.tolerance
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        return tuple(rank for rank, _ in self.cuts)
+
+    @property
+    def straddles(self) -> bool:
+        return len(self.cuts) > 1
+
+    @property
+    def comparisons(self) -> dict[str, Comparison]:
+        """All that were made, by the name of their attribute."""
+        every = {name: getattr(self, name) for name in ("against_fp64", "against_same_dtype", "gradient", "state")}
+        return {name: comparison for name, comparison in every.items() if comparison is not None}
+
+    @property
+    def ok(self) -> bool:
+        return not self.stale_ranks and all(comparison.ok for comparison in self.comparisons.values())
+
+    @property
+    def excess(self) -> float:
+        """How far the worst comparison is from its tolerance; above 1 is wrong."""
+        return math.inf if self.stale_ranks else max(comparison.excess for comparison in self.comparisons.values())
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> UpdateRecord:
+        values = dict(data)
+        for name in ("against_fp64", "against_same_dtype", "gradient", "state"):
+            values[name] = None if values[name] is None else Comparison(**values[name])
+        values["shape"], values["stale_ranks"] = tuple(values["shape"]), tuple(values["stale_ranks"])
+        values["cuts"] = tuple(tuple(cut) for cut in values["cuts"])
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class VerifyResult:
+    """A run of ``ds-muon verify``.
+
+    Attributes:
+        optimizer: the ``type`` in the config.
+        device: name of the accelerator, or ``"cpu"``.
+        world_size: ranks.
+        precision: one line: dtypes of model, sums, iteration and momentum.
+        steps: optimizer steps that were checked.
+        skipped_steps: steps that the engine skipped for an overflow.
+        partition_sizes: elements per rank, for every param group.
+        config: the DeepSpeed config.
+        versions: of ds_muon, deepspeed and torch.
+        records: of every parameter and step.
+        fault: the planted fault, if any.
+    """
+
+    optimizer: str
+    device: str
+    world_size: int
+    precision: str
+    steps: int
+    skipped_steps: int
+    partition_sizes: tuple[int, ...]
+    config: dict[str, Any]
+    versions: dict[str, str]
+    records: tuple[UpdateRecord, ...]
+    fault: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Something was checked, and all of it is right."""
+        return bool(self.records) and all(record.ok for record in self.records)
+
+    def worst(self) -> list[UpdateRecord]:
+        """For every parameter the record of its worst step, worst parameter first.
+
+        The diagnosis in it is that of the first wrong step: after it, state and reference have parted.
+        """
+        worst: dict[str, UpdateRecord] = {}
+        for record in self.records:
+            if record.name not in worst or record.excess > worst[record.name].excess:
+                worst[record.name] = record
+        return sorted(worst.values(), key=lambda record: -record.excess)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON has no NaN or infinity: they are written as strings that ``float`` reads."""
+        return {"ok": self.ok, **_plain(asdict(self))}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> VerifyResult:
+        values = {field.name: _numbers(data[field.name]) for field in fields(cls) if field.name not in _AS_WRITTEN}
+        values |= {name: data[name] for name in _AS_WRITTEN}
+        values["records"] = tuple(UpdateRecord.from_json(_numbers(record)) for record in data["records"])
+        values["partition_sizes"] = tuple(values["partition_sizes"])
+        return cls(**values)
+
+
+_AS_WRITTEN = ("config", "versions", "records")
+_NOT_FINITE = ("nan", "inf", "-inf")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_numbers(item) for item in value]
+    return float(value) if value in _NOT_FINITE else value

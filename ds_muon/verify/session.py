@@ -1,0 +1,174 @@
+"""On a rank: build an engine from the config, train it for a few steps, and collect what the check finds."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+import ds_muon
+from ds_muon.verify.check import UpdateCheck
+from ds_muon.verify.engine_view import CannotVerify
+from ds_muon.verify.inject import FAULTS, plant
+from ds_muon.verify.outcome import NotShown, Outcome
+from ds_muon.verify.record import UpdateRecord, VerifyResult
+from ds_muon.verify.subject import built_in_batches, built_in_model, endless, loss_of, make_subject
+
+DEFAULT_CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer": {"type": "DSMuon", "params": {"lr": 0.02, "adam_lr": 3e-4, "weight_decay": 0.1}},
+    "zero_optimization": {"stage": 2, "reduce_scatter": False},
+}
+ALL_FAULTS = "all"
+
+# A dynamic loss scale starts at 2^16 and halves in every step that overflows.
+_EXTRA_STEPS = 30
+_MOST_SEQUENCES = 8
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to verify.
+
+    Attributes:
+        config: the DeepSpeed config.
+        steps: optimizer steps to check.
+        model: ``module:factory``, or None for the built-in model.
+        seed: of weights and data.
+        inject: a fault to plant, or ``"all"``, one after another.
+    """
+
+    config: dict[str, Any]
+    steps: int
+    model: str | None
+    seed: int
+    inject: str | None
+
+
+def read_config(path: Path | None) -> dict[str, Any]:
+    """The DeepSpeed config in a file, or the default.
+
+    Raises:
+        CannotVerify: the file cannot be read, or is not a JSON object.
+    """
+    if path is None:
+        return copy.deepcopy(DEFAULT_CONFIG)
+    try:
+        config = json.loads(path.read_text())
+    except OSError as error:
+        raise CannotVerify(f"--config {path}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise CannotVerify(f"--config {path} is not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise CannotVerify(f"--config {path} holds a {type(config).__name__}: it must be a JSON object")
+    return config
+
+
+def run(task: Task) -> list[Outcome]:
+    """One outcome, or one per fault. Every rank calls it, in an initialized process group, and gets the same.
+
+    Raises:
+        CannotVerify: the engine cannot be checked, or made no step, or cannot show the one fault that was asked for.
+    """
+    if task.inject != ALL_FAULTS:
+        return [_train(task, task.inject)]
+    outcomes: list[Outcome] = []
+    for fault in FAULTS:
+        try:
+            outcomes.append(_train(task, fault))
+        except _CannotShow as error:
+            outcomes.append(NotShown(fault, str(error)))
+        gc.collect()  # an engine is full of cycles
+    return outcomes
+
+
+class _CannotShow(CannotVerify):
+    """The config, or the model, cannot show a fault."""
+
+
+def _train(task: Task, fault: str | None) -> VerifyResult:
+    """A new model and engine, from the same seed every time."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(task.seed)
+    if task.model is None:
+        engine = _engine(built_in_model(), task.config)
+        sequences = min(_MOST_SEQUENCES, engine.train_micro_batch_size_per_gpu())
+        feed: Iterator[Any] = built_in_batches(sequences, rank, world_size, task.seed)
+    else:
+        model, batches = make_subject(task.model, rank, world_size)
+        engine = _engine(model, task.config)
+        feed = endless(batches)
+
+    check = UpdateCheck(engine)
+    records: list[UpdateRecord] = []
+    checked = 0
+    with ExitStack() as stack:
+        if fault is not None:
+            try:
+                stack.enter_context(plant(fault, engine))
+            except CannotVerify as error:
+                raise _CannotShow(str(error)) from None
+        for _ in range(task.steps + _EXTRA_STEPS):
+            for _ in range(engine.gradient_accumulation_steps()):
+                engine.backward(loss_of(engine, next(feed), engine.device))
+                engine.step()
+            of_step = check.after_step()
+            records += of_step
+            checked += bool(of_step)
+            if checked == task.steps:
+                break
+    check.close()
+    if not checked:
+        raise CannotVerify(
+            f"the engine skipped all of {task.steps + _EXTRA_STEPS} steps: the gradients are not finite, the last ones "
+            f"with a loss scale of {engine.optimizer.loss_scale:g}. Look for what is infinite in the data or the "
+            "model, or, under fp16, set a smaller initial_scale_power"
+        )
+    result = VerifyResult(
+        optimizer=str(task.config["optimizer"]["type"]),
+        device=_device_name(),
+        world_size=world_size,
+        precision=check.precision,
+        steps=checked,
+        skipped_steps=int(engine.skipped_steps),
+        partition_sizes=tuple(int(size) for size in engine.optimizer.partition_size),
+        config=task.config,
+        versions={
+            "ds_muon": ds_muon.__version__,
+            "deepspeed": str(deepspeed.__version__),
+            "torch": str(torch.__version__),
+        },
+        records=tuple(records),
+        fault=fault,
+    )
+    engine.destroy()
+    return result
+
+
+def _engine(model: torch.nn.Module, config: dict[str, Any]) -> Any:
+    if not isinstance(config.get("optimizer"), dict) or "type" not in config["optimizer"]:
+        raise CannotVerify('the config has no optimizer.type: set it to "DSMuon" (or to "Muon", DeepSpeed\'s own)')
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        # DeepSpeed asks whether the hardware is fast at fp16. It need not be for a check: torch's CPU kernels have it.
+        accelerator.is_fp16_supported = lambda: True
+    # DeepSpeed writes into the config that it is given.
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=copy.deepcopy(config))
+    return engine
+
+
+def _device_name() -> str:
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cuda":
+        return torch.cuda.get_device_name()
+    return str(accelerator.device_name())

@@ -1,0 +1,508 @@
+"""``ds-muon verify``: what it prints, how it feeds a model, and whole runs on two ranks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import ds_muon
+from ds_muon import cli
+from ds_muon.verify import outcome, subject, table
+from ds_muon.verify.__main__ import missing_launcher
+from ds_muon.verify.engine_view import CannotVerify
+from ds_muon.verify.inject import FAULTS
+from ds_muon.verify.launch import END_OF_FAILURE, FAILED, describe_failure, placement
+from ds_muon.verify.outcome import NotShown
+from ds_muon.verify.record import Comparison, UpdateRecord, VerifyResult
+from ds_muon.verify.session import DEFAULT_CONFIG, read_config
+
+ROOT = Path(__file__).parents[2]
+
+
+def record(name: str = "w", error: float = 1e-6, **other: Any) -> UpdateRecord:
+    values: dict[str, Any] = {
+        "step": 1,
+        "name": name,
+        "shape": (8, 4),
+        "half": "muon",
+        "group": 0,
+        "cuts": ((0, 20), (1, 12)),
+        "owner": 0,
+        "against_fp64": Comparison(error, 1e-5),
+        "cosine": 1.0,
+        "against_same_dtype": Comparison(0.0, 1e-6),
+        "gradient": Comparison(1e-8, 1e-7),
+        "state": None,
+    }
+    return UpdateRecord(**{**values, **other})
+
+
+def result(*records: UpdateRecord, fault: str | None = None) -> VerifyResult:
+    return VerifyResult(
+        optimizer="DSMuon",
+        device="cpu",
+        world_size=2,
+        precision="fp32 model",
+        steps=1,
+        skipped_steps=0,
+        partition_sizes=(20,),
+        config=DEFAULT_CONFIG,
+        versions={"ds_muon": "1", "deepspeed": "2", "torch": "3"},
+        records=records,
+        fault=fault,
+    )
+
+
+def wrong(name: str = "w", diagnosis: str = "clipped update: 0.5 times", error: float = 0.5) -> UpdateRecord:
+    return record(name, error, diagnosis=diagnosis)
+
+
+def planted(name: str, *records: UpdateRecord) -> VerifyResult:
+    return result(*records, fault=name)
+
+
+# ---- the table ------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_has_every_parameter_in_its_worst_step_worst_first() -> None:
+    text = table.parameter_table(result(record("a", 1e-6), record("b", 3e-6), record("a", 2e-6, step=2)))
+    header, first, second = text.splitlines()
+    assert re.split(" {2,}", header.strip())[:6] == ["parameter", "shape", "half", "ranks", "owner", "step"]
+    assert re.sub(" +", " ", first) == "b 8x4 muon 0,1 0 1 3.0e-06 1.0e-05 1.000000 0 1.0e-06 1.0e-08 -"
+    assert re.sub(" +", " ", second).startswith("a 8x4 muon 0,1 0 2 2.0e-06 ")
+
+
+def test_the_table_leaves_out_right_rows_only() -> None:
+    bad = [wrong(f"bad{i}") for i in range(4)]
+    good = [record(f"good{i}") for i in range(5)]
+    lines = table.parameter_table(result(*good, *bad), rows=3).splitlines()
+    assert sum(line.startswith("bad") for line in lines) == 4
+    assert sum("<- clipped update: 0.5 times" in line for line in lines) == 4
+    assert lines[-1] == "... and 5 more, all right"
+    assert "more" not in table.parameter_table(result(*good))
+
+
+def test_errors_that_are_not_numbers_are_wrong_and_come_first() -> None:
+    text = table.parameter_table(result(record("a"), record("b", math.nan, diagnosis="no known fault explains it")))
+    assert text.splitlines()[1].startswith("b") and "nan" in text
+
+
+def test_the_verdict_is_one_line_with_the_largest_error_of_muon() -> None:
+    adamw = record("norm", 5e-6, half="adamw", cuts=((0, 32),))
+    line = table.verdict(result(record("a", 2e-6), record("b", 3e-6, cuts=((1, 32),)), adamw))
+    assert line == (
+        "RIGHT: 1 step of 3 parameters on 2 ranks (cpu); largest error of a Muon update 3.0e-06 (tolerance 1.0e-05) "
+        "on b, 0 beside the same dtype; 1 matrix straddles"
+    )
+
+
+def test_the_verdict_names_the_faults_and_their_parameters() -> None:
+    records = [wrong(f"w{i}") for i in range(5)] + [wrong("x", "stale rank: 1"), record("y")]
+    assert table.verdict(result(*records)) == (
+        "WRONG: 6 of 7 parameters on 2 ranks (cpu): clipped update (w0, w1, w2 and 2 more); stale rank (x)"
+    )
+
+
+def test_skipped_steps_are_said() -> None:
+    assert "2 steps skipped for an overflow" in table.verdict(replace(result(record()), skipped_steps=2))
+
+
+def test_the_heading_says_what_was_run() -> None:
+    built_in = table.heading([result(record())], None, None)
+    assert "deepspeed 2" in built_in and json.dumps(DEFAULT_CONFIG) in built_in and "GPT" in built_in
+    own = table.heading([result(record())], "c.json", "m:f")
+    assert "config: c.json" in own and "model: m:f" in own
+
+
+def test_a_planted_fault_is_found_by_its_own_diagnosis_only() -> None:
+    name = "clipped-update"
+    diagnosis = FAULTS[name].diagnosis
+    found = planted(name, record("a"), wrong("b", f"{diagnosis}: 0.5 times"), wrong("c", "orthogonalized twice", 9.0))
+    line = table.fault_verdict(found)
+    assert line.startswith("FOUND: clipped-update") and diagnosis in line
+    assert "5.0e-01, 50,000 times the tolerance 1.0e-05, on b" in line
+    assert table.fault_verdict(planted(name, wrong("b", "orthogonalized twice"))).startswith("NOT NAMED")
+    assert table.fault_verdict(planted(name, record("a"))).startswith("MISSED")
+
+
+def test_the_table_of_faults_shows_what_is_wrong() -> None:
+    gradient = record("g", gradient=Comparison(1.0, 1e-7), diagnosis=FAULTS["not-averaged"].diagnosis)
+    stale = record("s", stale_ranks=(1,), diagnosis=FAULTS["stale-rank"].diagnosis)
+    outcomes = [planted("not-averaged", gradient), planted("stale-rank", stale), NotShown("slice", "one rank")]
+    _, first, second, third = table.fault_table(outcomes).splitlines()
+    assert re.split(" {2,}", first)[:6] == ["not-averaged", "gradient", "1.0e+00", "1.0e-07", "10,000,000", "yes"]
+    assert re.split(" {2,}", second)[:3] == ["stale-rank", "model", "yes"]
+    assert third.endswith("-  not shown here: one rank")
+    assert table.faults_verdict(outcomes).startswith("FOUND: 2 of 2 planted faults")
+    assert "1 cannot be shown" in table.faults_verdict(outcomes)
+
+
+# ---- outcomes -------------------------------------------------------------------------------------------------------
+
+
+def test_exit_codes() -> None:
+    right, bad, unshown = result(record()), result(wrong()), NotShown("slice", "why")
+    found = planted("clipped-update", wrong("b", FAULTS["clipped-update"].diagnosis))
+    missed = planted("clipped-update", record())
+    expected = {0: [[right], [found], [found, unshown]], 1: [[bad], [missed], [found, missed]], 2: [[unshown], []]}
+    for code, cases in expected.items():
+        assert [outcome.exit_code(case) for case in cases] == [code] * len(cases)
+
+
+@pytest.mark.parametrize("as_list", [True, False])
+def test_outcomes_survive_their_file(tmp_path: Path, as_list: bool) -> None:
+    outcomes: list[outcome.Outcome] = [planted("clipped-update", wrong(error=math.inf))]
+    if as_list:
+        outcomes.append(NotShown("slice", "why"))
+    path = tmp_path / "new" / "out.json"
+    outcome.save(outcomes, path, as_list=as_list)
+    assert outcome.load(path) == outcomes
+    data = json.loads(path.read_text())
+    assert (data[0] if as_list else data)["found"] is True
+    assert [entry.name for entry in path.parent.iterdir()] == ["out.json"]
+
+
+# ---- models and batches ---------------------------------------------------------------------------------------------
+
+
+def test_batches_are_positional_or_keyword_arguments() -> None:
+    cpu = torch.device("cpu")
+    loss = torch.tensor(1.0)
+
+    def model(*args: Any, **kwargs: Any) -> Any:
+        calls.append((args, kwargs))
+        return loss
+
+    calls: list[Any] = []
+    for batch in (loss, (loss, 2), [loss, {"k": [loss]}], {"x": loss, "n": None}):
+        assert subject.loss_of(model, batch, cpu) is loss
+    assert calls == [((loss,), {}), ((loss, 2), {}), ((loss, {"k": [loss]}), {}), ((), {"x": loss, "n": None})]
+
+
+def test_tensors_at_any_depth_are_moved() -> None:
+    moved = subject.on_device({"a": (torch.ones(1), [torch.ones(1)]), "b": 3}, torch.device("meta"))
+    assert moved["a"][0].is_meta and moved["a"][1][0].is_meta and moved["b"] == 3 and isinstance(moved["a"], tuple)
+
+
+def test_the_loss_is_found_in_what_models_return() -> None:
+    loss = torch.tensor(1.0)
+    logits = torch.ones(2, 2)
+    for output in (loss, SimpleNamespace(loss=loss), {"loss": loss}, (loss, logits), [loss]):
+        assert subject.pick_loss(output) is loss
+    for output in (logits, {"logits": loss}, SimpleNamespace(logits=loss), (), (logits, loss), None):
+        with pytest.raises(CannotVerify, match="return the loss as a scalar tensor"):
+            subject.pick_loss(output)
+
+
+def test_batches_start_over_if_they_can() -> None:
+    feed = subject.endless([1, 2])
+    assert [next(feed) for _ in range(5)] == [1, 2, 1, 2, 1]
+    once = subject.endless(iter([1, 2]))
+    assert [next(once), next(once)] == [1, 2]
+    with pytest.raises(CannotVerify, match="cannot be started over"):
+        next(once)
+    with pytest.raises(CannotVerify, match="no batches"):
+        next(subject.endless([]))
+
+
+def test_the_built_in_batches_differ_by_rank_and_seed_only() -> None:
+    def first(rank: int, seed: int) -> torch.Tensor:
+        tokens, targets = next(subject.built_in_batches(3, rank, 2, seed))
+        assert torch.equal(tokens[:, 1:], targets[:, :-1]) and tokens.shape == (3, subject.BUILT_IN.block_size)
+        return tokens
+
+    assert torch.equal(first(0, 0), first(0, 0))
+    assert not torch.equal(first(0, 0), first(1, 0)) and not torch.equal(first(0, 0), first(0, 1))
+
+
+def test_a_factory_is_loaded_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "my_factory_module.py").write_text(
+        "from torch import nn\n"
+        "value = 3\n"
+        "def make(rank, world_size): return nn.Linear(rank, world_size), [1]\n"
+        "def unpaired(rank, world_size): return nn.Linear(1, 1)\n"
+        "def unbatched(rank, world_size): return nn.Linear(1, 1), 3\n"
+    )
+    (tmp_path / "my_broken_module.py").write_text("import no_such_module_of_mine")
+    model, batches = subject.make_subject("my_factory_module:make", 1, 2)
+    assert isinstance(model, torch.nn.Linear) and model.in_features == 1 and batches == [1]
+    for spec, message in {
+        "my_factory_module": "write it as module:factory",
+        "my_factory_module:": "write it as module:factory",
+        "no_such_module_of_mine:make": "no module no_such_module_of_mine in .*set PYTHONPATH",
+        "my_factory_module:nothing": "has no function nothing",
+        "my_factory_module:value": "has no function value",
+        "my_factory_module:unpaired": "returned a Linear: return a pair",
+        "my_factory_module:unbatched": "batches of type a int|a int: return a list",
+    }.items():
+        with pytest.raises(CannotVerify, match=message):
+            subject.make_subject(spec, 0, 1)
+    with pytest.raises(ModuleNotFoundError):  # the module's own mistake keeps its traceback
+        subject.make_subject("my_broken_module:make", 0, 1)
+
+
+# ---- options, configs, launching ------------------------------------------------------------------------------------
+
+
+def test_options_have_defaults_and_limits(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    cli.add_verify_options(parser)
+    options = parser.parse_args([])
+    assert (options.steps, options.world_size, options.seed, options.inject) == (3, None, 0, None)
+    task = cli.check_verify_options(parser.parse_args(["--inject", "all", "--steps", "2"]))
+    assert (task.inject, task.steps, task.config) == ("all", 2, DEFAULT_CONFIG)
+    for arguments in (["--steps", "0"], ["--world-size", "-1"], ["--inject", "gremlin"]):
+        with pytest.raises(SystemExit) as ended:
+            parser.parse_args(arguments)
+        assert ended.value.code == 2
+    capsys.readouterr()
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"ds-muon {ds_muon.__version__}\n"
+
+
+def test_what_cannot_work_is_said_before_ranks_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bad.json").write_text("{")
+    (tmp_path / "list.json").write_text("[]")
+    for arguments, message in (
+        (["--config", str(tmp_path / "none.json")], "No such file"),
+        (["--config", str(tmp_path / "bad.json")], "not valid JSON"),
+        (["--config", str(tmp_path / "list.json")], "must be a JSON object"),
+        (["--model", "train"], "write it as module:factory"),
+    ):
+        assert cli.main(["verify", *arguments]) == 2
+        said = capsys.readouterr().err
+        assert message in said and "starting" not in said
+
+
+def test_the_default_config_cannot_be_changed_by_its_user() -> None:
+    read_config(None)["optimizer"]["type"] = "other"
+    assert read_config(None)["optimizer"]["type"] == "DSMuon"
+
+
+def test_ranks_share_the_cores_of_a_cpu() -> None:
+    environment, devices = placement({"A": "b"}, 2, gpus=1)
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert environment == {"A": "b", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(threads)}
+    assert devices == ["--num_accelerators", "2"]
+    environment, _ = placement({"OMP_NUM_THREADS": "7", "DS_ACCELERATOR": "cpu"}, 2, gpus=8)
+    assert environment == {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "7"}
+
+
+def test_ranks_take_gpus_where_there_are_enough_and_of_those_the_visible_ones() -> None:
+    assert placement({}, 2, gpus=2) == ({"DS_ACCELERATOR": "cuda"}, ["--num_accelerators", "2"])
+    some = placement({"CUDA_VISIBLE_DEVICES": "5,3,6"}, 2, gpus=3)
+    assert some == ({"DS_ACCELERATOR": "cuda"}, ["--include", "localhost:5,3"])
+    named = {"CUDA_VISIBLE_DEVICES": "GPU-1,GPU-2", "DS_ACCELERATOR": "cuda"}
+    assert placement(named, 2, gpus=2) == (named, ["--num_accelerators", "2"])
+
+
+def test_a_failure_is_told_by_the_rank_that_failed_first() -> None:
+    trace = "\n".join(["Traceback (most recent call last):", *(f"  line {i}" for i in range(100))])
+    log = f"[2026-01-01] [INFO] hello\n{FAILED} 1: ValueError: first\n{trace}\n{END_OF_FAILURE}\n{FAILED} 0: second\n"
+    lines = describe_failure(log).splitlines()
+    assert lines[:3] == [f"{FAILED} 1: ValueError: first", "Traceback (most recent call last):", "  ..."]
+    assert lines[-1] == "  line 99" and len(lines) <= 28
+    assert describe_failure(f"noise\n{FAILED} 0: in words\n{END_OF_FAILURE}\nnoise\n") == f"{FAILED} 0: in words"
+
+
+def test_a_crash_without_a_word_is_told_by_the_last_lines() -> None:
+    noise = "[2026-01-01 00:00:00] [INFO] [launch.py:1:main] x\n/a/b.py:3: FutureWarning: old\n  warnings.warn(\n\n"
+    text = describe_failure(noise + "Segmentation fault\n" + noise)
+    assert text.splitlines()[1:] == ["Segmentation fault"]
+
+
+def test_a_process_that_is_no_rank_says_what_to_use() -> None:
+    assert "ds-muon verify" in (missing_launcher({}) or "")
+    assert missing_launcher({"RANK": "0"}) is None
+    assert (missing_launcher({"PMI_RANK": "0"}) is None) == (find_spec("mpi4py") is not None)
+
+
+# ---- whole runs -----------------------------------------------------------------------------------------------------
+
+# Three matrices of which the middle one straddles two ranks; `one_bad` fails on rank 1 in the second step.
+MODEL = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 24), nn.Linear(24, 24), nn.Linear(24, 16)])
+
+    def forward(self, x, y):
+        for layer in self.layers[:-1]:
+            x = torch.tanh(layer(x))
+        return {"loss": nn.functional.mse_loss(self.layers[-1](x), y)}
+
+
+def make(rank, world_size):
+    data = torch.Generator().manual_seed(rank)
+    x, y = (torch.randn(2, 64, 16, generator=data) for _ in range(2))
+    return Net(), [{"x": x[i], "y": y[i]} for i in range(2)]
+
+
+def one_bad(rank, world_size):
+    model, batches = make(rank, world_size)
+    if rank == 1:
+        batches[1]["x"] = batches[1]["x"][:, :3]
+    return model, batches
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(MODEL)
+    return tmp_path
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
+def run(folder: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=folder, env={**environment(), **variables}, capture_output=True, text=True, timeout=240
+    )
+
+
+def verify(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return run(folder, sys.executable, "-m", "ds_muon.cli", "verify", *options)
+
+
+def config(folder: Path, **zero: Any) -> str:
+    path = folder / "ds_config.json"
+    path.write_text(json.dumps({**DEFAULT_CONFIG, "zero_optimization": zero}))
+    return str(path)
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+@pytest.fixture
+def port() -> Any:
+    number = free_port()
+    yield number
+    for leftover in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{number}_*"):
+        leftover.unlink(missing_ok=True)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_the_built_in_model_is_right_and_cut_across_ranks(tmp_path: Path) -> None:
+    buffers = set(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"))
+    done = verify(tmp_path, "--steps", "1", "--json", "out/r.json", "--report", "report")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("RIGHT: 1 step of 27 parameters on 2 ranks (cpu)")
+    assert "starting 2 ranks on the CPU" in done.stderr
+    (found,) = outcome.load(tmp_path / "out" / "r.json")
+    assert isinstance(found, VerifyResult) and found.ok and found.config == DEFAULT_CONFIG
+    muon = [r for r in found.records if r.half == "muon"]
+    assert {r.shape[0] > r.shape[1] for r in muon} == {True, False} and any(r.shape[0] == r.shape[1] for r in muon)
+    assert any(r.straddles for r in muon)
+    assert {path.suffix for path in (tmp_path / "report").iterdir()} == {".png", ".html"}
+    assert not set(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_*")) - buffers
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_every_planted_fault_is_found_in_one_launch(folder: Path) -> None:
+    done = verify(folder, "--model", "mine:make", "--steps", "2", "--inject", "all", "--json", "r.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    outcomes = outcome.load(folder / "r.json")
+    assert {o.fault for o in outcomes} == set(FAULTS)
+    assert done.stdout.splitlines()[-1].startswith("FOUND: ")
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_refused_config_is_not_run(folder: Path) -> None:
+    done = verify(folder, "--config", config(folder, stage=2), "--model", "mine:make")
+    assert done.returncode == 2
+    assert "reduce_scatter = true" in done.stderr and "set it to false" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_an_error_on_one_rank_ends_all_and_is_shown(folder: Path) -> None:
+    done = verify(folder, "--model", "mine:one_bad")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[1].startswith(f"{FAILED} 1: RuntimeError: mat1 and mat2")
+    log = re.search(r"the whole log: (.*)\)", done.stderr)
+    assert log is not None and "mine.py" in Path(log[1]).read_text()
+    shutil.rmtree(Path(log[1]).parent)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_it_runs_under_the_deepspeed_launcher(folder: Path, port: str) -> None:
+    launcher = ["deepspeed.launcher.runner", "--num_accelerators", "2", "--master_port", port]
+    options = ["--config", config(folder, stage=1, reduce_scatter=False), "--model", "mine:make", "--json", "r.json"]
+    done = run(folder, sys.executable, "-m", *launcher, "--module", "ds_muon.verify", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "RIGHT: 3 steps of 6 parameters on 2 ranks" in done.stdout and (folder / "r.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.skipif(shutil.which("mpirun") is None or find_spec("mpi4py") is None, reason="needs mpirun and mpi4py")
+def test_it_runs_under_mpirun(folder: Path, port: str) -> None:
+    launcher = ["mpirun", *(["--allow-run-as-root"] if os.getuid() == 0 else []), "--oversubscribe", "-np", "2"]
+    command = [*launcher, sys.executable, "-m", "ds_muon.verify", "--model", "mine:make", "--world-size", "2"]
+    done = run(folder, *command, MASTER_PORT=port)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "RIGHT: 3 steps of 6 parameters on 2 ranks" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_signal_ends_the_ranks_too(folder: Path) -> None:
+    command = [sys.executable, "-m", "ds_muon.cli", "verify", "--steps", "1000", "--model", "mine:make"]
+    marked = {**environment(), "DS_MUON_TEST_MARK": str(folder)}
+    process = subprocess.Popen(command, cwd=folder, env=marked, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while len(processes_with(str(folder))) < 5 and time.monotonic() < deadline:  # command, 2 of the launcher, 2 ranks
+        time.sleep(0.2)
+    assert len(processes_with(str(folder))) == 5
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 128 + signal.SIGTERM
+    assert processes_with(str(folder)) == []
+
+
+def processes_with(mark: str) -> list[str]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"DS_MUON_TEST_MARK={mark}".encode() in entry.read_bytes():
+                found.append(entry.parent.name)
+        except OSError:  # it has ended, or is another user's
+            continue
+    return found
