@@ -27,7 +27,6 @@ AVAILABLE: dict[str, tuple[Any, ...]] = {
     "ns_backend": ("auto", "torch"),
     "nan_guard": ("off",),
     "grad_norm_skip_threshold": (None,),
-    "verify_every": (0,),
 }
 
 # "auto" is a choice of the user's here; anywhere else it is a blank that a trainer was to fill in.
@@ -112,7 +111,7 @@ class DSMuonConfig(BaseModel):
     nan_guard: Literal["off", "skip", "raise"] = Field("off", description='"off", "skip" or "raise"')
     grad_norm_skip_threshold: float | None = Field(None, gt=0, description="a number > 0, or null")
     clip_norm_scope: Literal["adamw", "all"] = Field("adamw", description='"adamw" or "all"')
-    verify_every: int = Field(0, ge=0, description="an integer >= 0")
+    verify_every: int = Field(0, ge=0, description="an integer >= 0, such as 100, or 0 for never")
 
     @classmethod
     def parse(cls, params: Mapping[str, Any], *, where: str = "optimizer.params") -> DSMuonConfig:

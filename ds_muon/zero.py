@@ -23,6 +23,7 @@ from ds_muon.orthogonalize import NewtonSchulz, orthogonalize
 from ds_muon.partition import Plan, flat_layout, make_plan
 from ds_muon.refusals import SUPPORTED_DEEPSPEED
 from ds_muon.update import update_scale
+from ds_muon.verify.in_training import TrainingCheck
 
 
 class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
@@ -30,6 +31,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
 
     Attributes:
         plan: who holds, who owns and what moves, for the Muon groups (which are the first ones).
+        training_check: of ``verify_every``.
     """
 
     def __init__(self, init_optimizer: DSMuon, param_names: dict[Tensor, str], *args: Any, **kwargs: Any) -> None:
@@ -48,6 +50,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         self._exchanges = [StraddlerExchange(group, self._rank, self.dp_process_group) for group in self.plan.groups]
         self._held = [group.held(self._rank) for group in self.plan.groups]
         self._lazy_init_hp_params_optimizer_state()
+        self.training_check = TrainingCheck(self, config.verify_every)
 
     # ---- construction -------------------------------------------------------------------------------------------
 
@@ -150,6 +153,11 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         ``self.overflow`` says afterwards that nothing moved; the engine then counts a skipped step and holds the
         learning rate schedule. The host waits for the device once, for the norms.
         """
+        with self.training_check.around_step():
+            self._step_all_groups()
+        self.timers.log(deepspeed_zero.OPTIMIZER_TIMERS)
+
+    def _step_all_groups(self) -> None:
         self.micro_step_id = deepspeed_zero.INITIAL_MICRO_STEP_ID
         with self._timed(deepspeed_zero.OPTIMIZER_GRADIENTS_TIMER):
             gradients = [self._take_gradient(i) for i in range(len(self.bit16_groups))]
@@ -165,7 +173,6 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
                 self._commit(gradients)
             with self._timed(deepspeed_zero.OPTIMIZER_ALLGATHER_TIMER):
                 self.update_lp_params()
-        self.timers.log(deepspeed_zero.OPTIMIZER_TIMERS)
 
     def _squared_norms(self, gradients: Sequence[Tensor]) -> list[float]:
         """Sum of squares of each group's gradient over all ranks, in fp64."""

@@ -265,10 +265,9 @@ class StepComparison:
         size = float(expected.norm())
         rule = self._view.rule
         iterated_in = rule.ns_dtype if placed.use_muon else torch.float32
-        own = tolerances.iteration_tolerance(rule) if placed.use_muon else tolerances.AGAINST_FP64[torch.float32]
         # Where nothing may change, nothing is rounded.
         weight_rounding = tolerances.WEIGHT_ROUNDINGS * float(weight.double().norm()) / size if size else 0.0
-        tolerance = own + tolerances.SAFETY * ratio(rounding, size) + weight_rounding
+        tolerance = tolerances.AGAINST_FP64[iterated_in] + tolerances.SAFETY * ratio(rounding, size) + weight_rounding
 
         averaged = before.average.float() if before.engine_gradient is None else before.engine_gradient
         gradient = averaged * theirs if theirs < 1 else averaged

@@ -34,6 +34,7 @@ PADDING = "padding in the matrix"
 CLIPPED_UPDATE = "clipped update"
 SCALED_UPDATE = "wrong learning rate or scale"
 WEIGHT_DECAY = "weight decay of another rate"
+ROUNDING = "rounding beyond the tolerance"
 
 # Fit of a factor or a prediction: what is left over, relative to what was observed.
 _STATE_FIT = 1e-3
@@ -77,6 +78,8 @@ def diagnose(evidence: Evidence) -> str:
         return _of_gradient(evidence)
     if record.state is not None and not record.state.ok:
         return _of_state(evidence)
+    if record.against_same_dtype.ok:
+        return f"{ROUNDING}: the single-process step in the same dtypes errs as much"
     return _of_update(evidence)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_muon.orthogonalize import reference_newton_schulz
+from ds_muon.orthogonalize import reference_newton_schulz, schedule
 from ds_muon.update import muon_update
 from ds_muon.verify import tolerances
 from ds_muon.verify.engine_view import MuonRule, Placed
@@ -67,7 +67,6 @@ class MuonReference:
         direction = gradient + mu * (m - gradient) if group["nesterov"] else m
         of_direction = self._advance_variance(variance, mu, group["nesterov"])
         of_direction += tolerances.stored_variance(direction, torch.float32)
-        of_direction += tolerances.iteration_variance(direction, rule.ns_dtype)
         change = muon_change(weight, self._orthogonal(direction), group, rule)
         self._steps += 1
         return change, self._rounding(change, weight, direction, of_direction, group)
@@ -88,7 +87,7 @@ class MuonReference:
         total = 0.0
         for _ in range(draws):
             noise = torch.empty_like(direction).normal_(generator=generator)
-            disturbed = self._orthogonal(noise.mul_(variance.sqrt()).add_(direction))
+            disturbed = self._rounded_orthogonal(noise.mul_(variance.sqrt()).add_(direction), generator)
             total += float((muon_change(weight, disturbed, group, self._rule) - change).square().sum())
         return math.sqrt(total / draws)
 
@@ -96,6 +95,21 @@ class MuonReference:
         return reference_newton_schulz(
             direction, ns_steps=self._rule.ns_steps, ns_coefficients=self._rule.ns_coefficients
         )
+
+    def _rounded_orthogonal(self, direction: Tensor, generator: torch.Generator) -> Tensor:
+        """The same iteration with a random rounding to its dtype wherever the fast one may round."""
+        rule = self._rule
+
+        def rounded(value: Tensor) -> Tensor:
+            return value.add_(tolerances.rounding(value, rule.ns_dtype, generator))
+
+        wide = direction.mT if direction.shape[0] > direction.shape[1] else direction
+        x = rounded(wide / torch.linalg.vector_norm(wide).clamp_min(torch.finfo(torch.float64).tiny))
+        for a, b, c in schedule(rule.ns_coefficients, rule.ns_steps):
+            gram = rounded(x @ x.mT)
+            tail = rounded(b * gram + c * rounded(gram @ gram))
+            x = rounded(a * x + tail @ x)
+        return x.mT if direction.shape[0] > direction.shape[1] else x
 
 
 class AdamWReference:

@@ -1,0 +1,84 @@
+"""``verify_every``: while a model trains, one Muon matrix each k steps is checked against the reference, in turn.
+
+The check is that of ``ds-muon verify``, from the raw gradients of all ranks to the changed weights, for one matrix and
+one step. It starts from the engine's own momentum, since it has not followed the matrix from its first step. References
+are computed on the owner of the matrix only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from deepspeed.utils import logger
+
+from ds_muon.verify.check import StepComparison
+from ds_muon.verify.record import UpdateRecord
+
+
+class TrainingCheck:
+    """Checks a ``MuonZeroOptimizer`` while it trains. It never raises: what it finds, the owner of the matrix logs.
+
+    Args:
+        zero: the optimizer, whose plan names the matrices; the same on every rank.
+        every: check each so many steps; 0 for never.
+
+    Attributes:
+        last: the latest record, on the rank that owns its matrix; None on others.
+    """
+
+    def __init__(self, zero: Any, every: int) -> None:
+        self.last: UpdateRecord | None = None
+        self._zero = zero
+        self._every = every if zero.plan.matrices else 0
+        self._steps = 0
+        self._checks = 0
+        self._comparison: StepComparison | None = None
+        self._arm()
+
+    def _arm(self) -> None:
+        """Listen to a matrix's gradients from the first micro-batch of the step that is to be checked."""
+        if self._comparison is None and self._every and (self._steps + 1) % self._every == 0:
+            matrices = self._zero.plan.matrices
+            name = matrices[self._checks % len(matrices)].name
+            self._comparison = StepComparison(self._zero, names=[name], keep_state=False, on_owner_only=True)
+
+    @contextmanager
+    def around_step(self) -> Iterator[None]:
+        """Around the optimizer's step, on every rank; collective in the steps that are checked."""
+        if self._comparison is not None:
+            self._comparison.before_step()
+        yield
+        if self._zero.overflow:
+            return  # the same matrix again in the next step
+        self._steps += 1
+        if self._comparison is not None:
+            self._finish(self._comparison)
+        self._arm()
+
+    def _finish(self, comparison: StepComparison) -> None:
+        self._comparison = None
+        self._checks += 1
+        comparison.close()
+        records: list[UpdateRecord] = []
+        # After its collectives, after_step computes on the owner alone: an error there must not stop the others.
+        try:
+            records = comparison.after_step()
+        except Exception as error:
+            logger.warning(f"[ds_muon] step {self._steps}: the check of an update failed: {error!r}")
+        for record in records:
+            self.last = record
+            self._log(record)
+
+    def _log(self, record: UpdateRecord) -> None:
+        update, same = record.against_fp64, record.against_same_dtype
+        text = (
+            f"[ds_muon] step {self._steps}: update of {record.name} on rank {record.owner}: relative error "
+            f"{update.error:.1e} against fp64 (tolerance {update.tolerance:.1e}), {same.error:.1e} against the same "
+            f"dtype ({same.tolerance:.1e})"
+        )
+        if record.ok:
+            print(text, flush=True)  # DeepSpeed's logger shows nothing below a warning unless it is told to
+        else:
+            logger.warning(f"{text}. WRONG: {record.diagnosis}. Run ds-muon verify with this config")

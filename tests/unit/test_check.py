@@ -1,0 +1,299 @@
+"""The check itself: it finds and names every planted fault, is silent where nothing is wrong, and leaves no trace."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_muon.verify import CannotVerify, UpdateCheck, UpdateRecord, tolerances
+from ds_muon.verify.gpt import GPT, GPTConfig
+from ds_muon.verify.inject import FAULTS, found, plant
+from tests.unit.models import PrescribedGradients, ds_config, full_weights, start, train_step
+from tests.unit.ranks import DEVICE, run_ranks
+
+ranks = pytest.mark.ranks
+
+# Three layers: the boundary between two ranks cuts a matrix of the middle one.
+MODEL = GPTConfig(n_layer=3, n_head=2, n_embd=48, block_size=16)
+
+
+def train_gpt(engine: Any, steps: int) -> None:
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    for _ in range(steps):
+        tokens = torch.randint(256, (4, 17), generator=generator).to(engine.device)
+        train_step(engine, tokens[:, :-1], tokens[:, 1:])
+
+
+def check_gpt(config: dict[str, Any], fault: str | None = None, steps: int = 3) -> list[UpdateRecord]:
+    torch.manual_seed(0)
+    engine = start(GPT(MODEL), config)
+    check = UpdateCheck(engine)
+    records = []
+    with nullcontext() if fault is None else plant(fault, engine):
+        for _ in range(steps):
+            train_gpt(engine, 1)
+            records += check.after_step()
+    check.close()
+    engine.destroy()
+    return records
+
+
+# ---- teeth ----------------------------------------------------------------------------------------------------------
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {"stage": 2},
+    "bf16": {"stage": 1, "dtype": "bfloat16", "params": {"ns_dtype": "bfloat16"}},
+    "fp16": {"stage": 2, "fp16": {"enabled": True, "loss_scale": 256.0}, "params": {"ns_dtype": "float16"}},
+}
+
+
+@ranks
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_planted_fault_is_found_and_named(fault: str, precision: str) -> None:
+    settings = dict(PRECISIONS[precision])
+    params = {"weight_decay": 0.01, "adam_weight_decay": 0.1, **settings.pop("params", {})}
+    config = ds_config(params, gradient_clipping=1.0, **settings)
+    for records in run_ranks(2, check_gpt, config, fault):
+        assert found(fault, records)
+        # A fault is found where it is, and there only.
+        of_adamw = [record for record in records if record.half == "adamw" and not record.ok]
+        assert not of_adamw or fault in ("idle-rank", "stale-rank", "not-averaged")
+
+
+@ranks
+def test_without_a_fault_the_same_engine_is_right_and_bit_equal_to_the_single_process_step() -> None:
+    for records in run_ranks(2, check_gpt, ds_config({"weight_decay": 0.1}, gradient_clipping=1.0)):
+        assert len(records) == 3 * 27 and all(record.ok for record in records)
+        assert not any(record.diagnosis for record in records)
+        if DEVICE == "cpu":  # a vendor's product may depend on the batch; see the README
+            muon = [record for record in records if record.half == "muon"]
+            assert all(record.against_same_dtype.error == 0 and record.state.error == 0 for record in muon)
+        assert sum(record.straddles for record in records if record.half == "muon") == 3
+
+
+@ranks
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_fault_that_cannot_be_shown_is_refused(world_size: int) -> None:
+    """With three layers and three ranks no matrix is cut."""
+    messages = run_ranks(world_size, refusal_of, ds_config(), "slice")
+    assert all("no matrix straddles" in message for message in messages)
+
+
+def refusal_of(config: dict[str, Any], fault: str) -> str:
+    engine = start(GPT(MODEL), config)
+    try:
+        with plant(fault, engine):
+            return "planted"
+    except CannotVerify as error:
+        return str(error)
+
+
+# ---- no false alarms, no trace --------------------------------------------------------------------------------------
+
+# Small matrices, among which some are near to singular: their updates magnify roundings most.
+SMALL = [(9, 9)] * 8 + [(32, 32)] * 4 + [(2, 2)] * 8 + [(3, 17)] * 4 + [(40, 10)] * 4 + [(7,), (33,)]
+
+
+def check_small(config: dict[str, Any], one_direction: bool) -> list[UpdateRecord]:
+    records = []
+    for seed in range(3):
+        engine = start(PrescribedGradients(SMALL), config)
+        check = UpdateCheck(engine)
+        generator = torch.Generator().manual_seed(100 * seed + torch.distributed.get_rank())
+        for _ in range(3):
+            for _ in range(engine.gradient_accumulation_steps()):
+                train_step(engine, [draw(shape, generator, one_direction).to(engine.device) for shape in SMALL])
+            records += check.after_step()
+        check.close()
+        engine.destroy()
+    return records
+
+
+def draw(shape: tuple[int, ...], generator: torch.Generator, one_direction: bool) -> Tensor:
+    noise = torch.randn(shape, generator=generator)
+    if not one_direction or len(shape) != 2:
+        return noise
+    left, right = torch.randn(shape[0], 1, generator=generator), torch.randn(1, shape[1], generator=generator)
+    return left @ right + 1e-3 * noise
+
+
+@ranks
+@pytest.mark.parametrize("one_direction", [False, True])
+@pytest.mark.parametrize("coefficients", ["quintic", "polar_express"])
+@pytest.mark.parametrize(
+    ("dtype", "ns_dtype", "accumulation"),
+    [("float32", "float32", 1), ("float32", "float16", 1), ("bfloat16", "bfloat16", 4), ("float16", "float16", 8)],
+)
+def test_small_and_ill_conditioned_matrices_raise_no_false_alarm(
+    dtype: str, ns_dtype: str, accumulation: int, coefficients: str, one_direction: bool
+) -> None:
+    config = ds_config(
+        {"ns_dtype": ns_dtype, "ns_coefficients": coefficients},
+        dtype=dtype,
+        gradient_accumulation_steps=accumulation,
+    )
+    records = run_ranks(2, check_small, config, one_direction)[0]
+    assert len(records) == 9 * len(SMALL)
+    assert not [record for record in records if not record.ok]
+
+
+def weights_after(config: dict[str, Any], checked: bool) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    engine = start(GPT(MODEL), config)
+    step = engine.optimizer.step
+    if checked:
+        check = UpdateCheck(engine)
+        train_gpt(engine, 2)
+        assert check.after_step()
+        check.close()
+    else:
+        train_gpt(engine, 2)
+    assert engine.optimizer.step == step
+    assert not any(p._backward_hooks for p in engine.module.parameters())
+    return full_weights(engine)
+
+
+@ranks
+def test_checking_changes_no_bit_and_closing_leaves_the_engine_as_it_was() -> None:
+    unchecked, checked = (run_ranks(2, weights_after, ds_config(), checked)[0] for checked in (False, True))
+    assert all(torch.equal(unchecked[name], checked[name]) for name in unchecked)
+
+
+@ranks
+def test_an_engine_without_zero_cannot_be_checked() -> None:
+    assert "stage to 1 or 2" in run_ranks(1, refusal_without_zero)[0]
+
+
+def refusal_without_zero() -> str:
+    config = ds_config(stage=0, optimizer={"type": "AdamW", "params": {"lr": 1e-3}})
+    with pytest.raises(CannotVerify) as error:
+        UpdateCheck(start(PrescribedGradients([(4, 4)]), config))
+    return str(error.value)
+
+
+# ---- DeepSpeed's own Muon -------------------------------------------------------------------------------------------
+
+
+def check_deepspeeds_muon(clipping: float | None) -> list[UpdateRecord]:
+    optimizer = {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 1e-3}}
+    config = ds_config(optimizer=optimizer, gradient_clipping=clipping)
+    with torch.compiler.set_stance("force_eager"):  # it compiles for minutes on CPU
+        return check_gpt(config)
+
+
+@ranks
+def test_deepspeeds_muon_is_right_without_clipping_and_fails_by_the_clip_that_is_its_default() -> None:
+    unclipped = [record for record in run_ranks(2, check_deepspeeds_muon, 0.0)[0] if record.half == "muon"]
+    assert unclipped and all(record.ok and record.relative_error > 0 for record in unclipped)
+    clipped = [record for record in run_ranks(2, check_deepspeeds_muon, None)[0] if record.half == "muon"]
+    assert all(not record.ok and record.diagnosis.startswith("clipped update") for record in clipped)
+
+
+# ---- verify_every ---------------------------------------------------------------------------------------------------
+
+
+def train_with_checks(config: dict[str, Any], steps: int, fault: str | None) -> list[tuple[int, str, bool]]:
+    """(step, name, right) of the checks that this rank made."""
+    torch.manual_seed(0)
+    engine = start(GPT(MODEL), config)
+    checks = []
+    with nullcontext() if fault is None else plant(fault, engine):
+        for step in range(1, steps + 1):
+            engine.optimizer.training_check.last = None
+            train_gpt(engine, 1)
+            if (record := engine.optimizer.training_check.last) is not None:
+                assert record.owner == torch.distributed.get_rank()
+                checks.append((step, record.name, record.ok))
+    engine.destroy()
+    return checks
+
+
+@ranks
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("every", [1, 3])
+def test_verify_every_checks_one_matrix_each_k_steps_in_turn_on_its_owner(every: int, dtype: str) -> None:
+    steps = 19 * every
+    config = ds_config({"verify_every": every}, dtype=dtype, stage=1 if every == 3 else 2)
+    by_rank = run_ranks(2, train_with_checks, config, steps, None)
+    checks = sorted(check for checks in by_rank for check in checks)
+    assert [step for step, _, _ in checks] == list(range(every, steps + 1, every))
+    assert all(right for _, _, right in checks)
+    names = [name for _, name, _ in checks]
+    assert len(set(names)) == 18 and names[18] == names[0]
+
+
+def warnings_of(config: dict[str, Any], fault: str | None) -> list[str]:
+    """What the check logs as a warning on this rank during three steps."""
+    from deepspeed.utils import logger
+
+    caught: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda entry: caught.append(entry.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        train_with_checks(config, 3, fault)
+    finally:
+        logger.removeHandler(handler)
+    return [text for text in caught if "[ds_muon] step" in text]
+
+
+@ranks
+def test_verify_every_warns_of_a_wrong_update_with_its_diagnosis_and_trains_on() -> None:
+    config = ds_config({"verify_every": 1})
+    wrong = [text for texts in run_ranks(2, warnings_of, config, "orthogonalized-twice") for text in texts]
+    assert len(wrong) == 3 and all("WRONG: orthogonalized twice" in text for text in wrong)
+    assert not any(run_ranks(2, warnings_of, config, None))
+
+
+def check_after_overflow(config: dict[str, Any]) -> list[str | None]:
+    """Name checked after each of three steps, the first of which overflows."""
+    shapes = [(16, 16), (12, 16), (5,)]
+    engine = start(PrescribedGradients(shapes), config)
+    names: list[str | None] = []
+    for step in range(3):
+        gradients = [torch.ones(shape) + torch.eye(*shape) for shape in shapes[:2]]
+        gradients.append(torch.full((5,), float("inf") if step == 0 else 1.0))
+        engine.optimizer.training_check.last = None
+        train_step(engine, [gradient.to(engine.device) for gradient in gradients])
+        last = engine.optimizer.training_check.last
+        names.append(last and last.name)
+    return names
+
+
+@ranks
+def test_a_skipped_step_is_not_counted_and_its_matrix_is_checked_in_the_next() -> None:
+    assert run_ranks(1, check_after_overflow, ds_config({"verify_every": 1}))[0] == [None, "p0", "p1"]
+
+
+# ---- the arithmetic of tolerances -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("additions", [2, 8, 32])
+def test_the_variance_of_a_sum_bounds_that_of_real_sums_and_is_not_far_above(
+    dtype: torch.dtype, additions: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    terms = torch.randn(additions, 20_000, generator=generator).to(dtype)
+    total = torch.zeros(20_000, dtype=dtype)
+    for term in terms:
+        total += term
+    error = total.double() - terms.double().sum(0)
+    magnitude = terms.double().abs().sum(0)
+    explained = tolerances.sum_variance(magnitude, dtype, additions, 1.0).mean().sqrt()
+    measured = error.square().mean().sqrt()
+    assert measured < explained < 10 * measured
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_rounding_has_the_variance_that_is_said(dtype: torch.dtype) -> None:
+    value = torch.randn(50_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    measured = (value.to(dtype).double() - value).square().mean().sqrt()
+    explained = tolerances.stored_variance(value, dtype).mean().sqrt()
+    assert measured < explained < 3 * measured
