@@ -29,8 +29,6 @@ from ds_muon.verify.reference import AdamWReference, Group, MuonReference, SameD
 
 __all__ = ["CannotVerify", "UpdateCheck"]
 
-_STATE_KEYS = {True: ("momentum_buffer",), False: ("exp_avg", "exp_avg_sq")}
-
 
 @dataclass
 class _RawGradient:
@@ -165,7 +163,7 @@ class StepComparison:
             for placed, raw in zip(self._placed, self._raw, strict=True)
         ]
         self._keep_state = keep_state
-        self._references = [self._start(placed) for placed in self._placed] if keep_state else []
+        self._references = self._start() if keep_state else []
         self._before: list[_Step] = []
         self._groups: list[Group] = []
         self._clip = _Clip(1.0, 1.0)
@@ -186,8 +184,12 @@ class StepComparison:
         """Average the raw gradients of all ranks; remember weights and settings. Once ZeRO has reduced them all."""
         self._groups = self._view.groups()
         if not self._keep_state:
-            self._references = [self._start(placed) for placed in self._placed]
-        self._before = [self._observe(placed, raw) for placed, raw in zip(self._placed, self._raw, strict=True)]
+            self._references = self._start()
+        totals = self._view.sum_over_ranks([raw.total for raw in self._raw])
+        magnitudes = self._view.sum_over_ranks([raw.magnitude for raw in self._raw])
+        counts = [raw.count for raw in self._raw]
+        of_engine = (self._view.averaged_gradients(), self._view.weights(), self._view.states())
+        self._before = [self._observe(*known) for known in zip(totals, magnitudes, counts, *of_engine, strict=True)]
         for raw in self._raw:
             raw.clear()
         self._clip = self._adamw_clip()
@@ -197,9 +199,8 @@ class StepComparison:
         if self._view.zero.overflow:
             return []
         self._steps += 1
-        weights = [self._view.weight(placed) for placed in self._placed]
-        stale = self._view.stale_ranks(zip(self._placed, weights, strict=True))
-        states = [self._state(placed) for placed in self._placed]
+        weights = self._view.weights()
+        stale, states = self._view.stale_ranks(weights), self._view.states()
         return [
             self._record(*known)
             for known in zip(self._placed, self._references, self._before, weights, states, stale, strict=True)
@@ -208,8 +209,12 @@ class StepComparison:
 
     # ---- before the step ----------------------------------------------------------------------------------------
 
-    def _start(self, placed: Placed) -> _References:
-        state = {key: _known(tensor, placed) for key, tensor in self._state(placed).items()}
+    def _start(self) -> list[_References]:
+        return [self._references_of(*known) for known in zip(self._placed, self._view.states(), strict=True)]
+
+    def _references_of(self, placed: Placed, found: dict[str, Tensor | None]) -> _References:
+        # State that cannot be read is that of a first step.
+        state = {key: _zeros(placed, torch.float32) if t is None else t for key, t in found.items()}
         doubles = {key: tensor.double() for key, tensor in state.items()}
         if placed.use_muon:
             rule = self._view.rule
@@ -219,24 +224,26 @@ class StepComparison:
             AdamWReference(doubles["exp_avg"], doubles["exp_avg_sq"], step), SameDtypeAdamW(placed, state, step)
         )
 
-    def _state(self, placed: Placed) -> dict[str, Tensor | None]:
-        return {key: self._view.state(placed, key) for key in _STATE_KEYS[placed.use_muon]}
-
-    def _observe(self, placed: Placed, raw: _RawGradient) -> _Step:
+    def _observe(
+        self,
+        total: Tensor,
+        magnitude: Tensor,
+        count: int,
+        engine_gradient: Tensor | None,
+        weight: Tensor,
+        state: dict[str, Tensor | None],
+    ) -> _Step:
         view = self._view
-        additions = raw.count + view.world_size
-        average = view.sum_over_ranks(raw.total).double() / view.divisor
-        magnitude = view.sum_over_ranks(raw.magnitude).double() / view.divisor
-        variance = tolerances.sum_variance(magnitude, view.summed_in, additions, view.loss_scale)
-        ours = view.averaged_gradient(placed)
+        average, magnitude = total.double() / view.divisor, magnitude.double() / view.divisor
+        variance = tolerances.sum_variance(magnitude, view.summed_in, count + view.world_size, view.loss_scale)
         gradient = None
-        if ours is not None:
+        if engine_gradient is not None:
             size = float(average.norm())
             gradient = Comparison(
-                error=ratio(float((ours.double() - average).norm()), size),
+                error=ratio(float((engine_gradient.double() - average).norm()), size),
                 tolerance=ratio(tolerances.SAFETY * float(variance.sum().sqrt()), size),
             )
-        return _Step(view.weight(placed), average, variance, ours, gradient, self._state(placed))
+        return _Step(weight, average, variance, engine_gradient, gradient, state)
 
     def _adamw_clip(self) -> _Clip:
         clip, everything = self._view.clipping
@@ -334,11 +341,6 @@ class StepComparison:
 
 def _zeros(placed: Placed, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(placed.param, dtype=dtype, requires_grad=False)
-
-
-def _known(state: Tensor | None, placed: Placed) -> Tensor:
-    """State that cannot be read is that of a first step."""
-    return _zeros(placed, torch.float32) if state is None else state
 
 
 def _norm(tensors: list[Tensor]) -> float:

@@ -7,13 +7,16 @@ DeepSpeed's ``Muon`` alike. DSMuon's partition plan is asked for one thing, the 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+# Keys of the optimizer's state that are checked, by whether Muon has the parameter.
+STATE_KEYS = {True: ("momentum_buffer",), False: ("exp_avg", "exp_avg_sq")}
 
 
 class CannotVerify(Exception):
@@ -133,29 +136,42 @@ class EngineView:
 
     # ---- whole tensors, from the pieces that ranks hold: collectives ----------------------------------------------
 
-    def weight(self, placed: Placed) -> Tensor:
-        """The fp32 weight, of the parameter's shape."""
-        return self._whole([self.zero.single_partition_of_fp32_groups[placed.group].detach()], placed)
+    def weights(self) -> list[Tensor]:
+        """The fp32 weights, each of its parameter's shape."""
+        flats = self.zero.single_partition_of_fp32_groups
+        return self._whole([(placed, [flats[placed.group].detach()]) for placed in self.placed])
 
-    def state(self, placed: Placed, key: str) -> Tensor | None:
-        """A tensor of the optimizer's state in fp32; None where it is not laid out like the partition."""
-        if not self.is_dsmuon and placed.use_muon:
-            return None
-        flat = self.zero.single_partition_of_fp32_groups[placed.group]
-        state = self.zero.optimizer.state.get(flat, {})
-        return self._whole([state[key] if key in state else torch.zeros_like(flat)], placed)
+    def states(self) -> list[dict[str, Tensor | None]]:
+        """Momentum or moments by their keys, in fp32; None where they are not laid out like the partition."""
+        wanted = [(placed, key) for placed in self.placed for key in STATE_KEYS[placed.use_muon]]
+        readable = [(placed, key) for placed, key in wanted if self._is_readable(placed)]
+        found = self._whole([(placed, [self._state_partition(placed, key)]) for placed, key in readable])
+        by_name = {(placed.name, key): tensor for (placed, key), tensor in zip(readable, found, strict=True)}
+        return [{key: by_name.get((p.name, key)) for key in STATE_KEYS[p.use_muon]} for p in self.placed]
 
-    def averaged_gradient(self, placed: Placed) -> Tensor | None:
-        """What ZeRO's reduction left of the gradient, unscaled, in fp32. Between ``backward`` and ``step`` only.
+    def averaged_gradients(self) -> list[Tensor | None]:
+        """What ZeRO's reduction left of the gradients, unscaled, in fp32. Between reduction and ``step`` only.
 
         None where DeepSpeed's Muon has already overwritten it with its update.
         """
-        if not self.is_dsmuon and placed.use_muon:
-            return None
-        fragments = self.zero.averaged_gradients[placed.group]
-        flat = getattr(fragments, "flat_partition", None)
-        whole = self._whole(fragments if flat is None else [flat], placed)
-        return whole if self.loss_scale == 1 else whole.mul_(1 / self.loss_scale)
+        readable = [placed for placed in self.placed if self._is_readable(placed)]
+        found = self._whole([(placed, self._gradient_pieces(placed.group)) for placed in readable])
+        unscaled = found if self.loss_scale == 1 else [tensor.mul_(1 / self.loss_scale) for tensor in found]
+        by_name = {placed.name: tensor for placed, tensor in zip(readable, unscaled, strict=True)}
+        return [by_name.get(placed.name) for placed in self.placed]
+
+    def _is_readable(self, placed: Placed) -> bool:
+        return self.is_dsmuon or not placed.use_muon
+
+    def _state_partition(self, placed: Placed, key: str) -> Tensor:
+        flat = self.zero.single_partition_of_fp32_groups[placed.group]
+        state = self.zero.optimizer.state.get(flat, {})
+        return state[key] if key in state else torch.zeros_like(flat)
+
+    def _gradient_pieces(self, group: int) -> Sequence[Tensor]:
+        pieces: Sequence[Tensor] = self.zero.averaged_gradients[group]
+        flat: Tensor | None = getattr(pieces, "flat_partition", None)
+        return pieces if flat is None else [flat]
 
     def adamw_step(self, placed: Placed) -> float:
         """How many steps AdamW has made for this parameter."""
@@ -163,10 +179,13 @@ class EngineView:
         state = self.zero.optimizer.state.get(flat, {})
         return float(state.get("step", self.zero.param_groups[placed.group].get("step", 0)))
 
-    def stale_ranks(self, weights: Iterable[tuple[Placed, Tensor]]) -> list[tuple[int, ...]]:
+    def stale_ranks(self, weights: Sequence[Tensor]) -> list[tuple[int, ...]]:
         """For each parameter, the ranks whose model does not hold the fp32 weight rounded to its dtype."""
         stale = torch.tensor(
-            [not torch.equal(placed.param.detach(), weight.to(placed.param.dtype)) for placed, weight in weights],
+            [
+                not torch.equal(placed.param.detach(), weight.to(placed.param.dtype))
+                for placed, weight in zip(self.placed, weights, strict=True)
+            ],
             dtype=torch.int32,
             device=self.zero.device,
         )
@@ -175,21 +194,32 @@ class EngineView:
         table = torch.stack(every, dim=1).tolist()
         return [tuple(rank for rank, is_stale in enumerate(row) if is_stale) for row in table]
 
-    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
-        """In place."""
-        dist.all_reduce(tensor, group=self.process_group)
-        return tensor
+    def sum_over_ranks(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The sums of tensors of one dtype, in one collective."""
+        together = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        dist.all_reduce(together, group=self.process_group)
+        sums = torch.split(together, [tensor.numel() for tensor in tensors])
+        return [total.view(tensor.shape) for total, tensor in zip(sums, tensors, strict=True)]
 
-    def _whole(self, pieces: Iterable[Tensor], placed: Placed) -> Tensor:
-        """``pieces`` are the flat partition of this rank, one after another; every element has one holder."""
-        whole = torch.zeros(placed.param.numel(), dtype=torch.float32, device=placed.param.device)
+    def _whole(self, partitions: Sequence[tuple[Placed, Sequence[Tensor]]]) -> list[Tensor]:
+        """Whole fp32 tensors of parameters, each given with this rank's flat partition as pieces in order.
+
+        Every element has one holder, and is zero elsewhere.
+        """
+        if not partitions:
+            return []
+        return self.sum_over_ranks([self._own_part(placed, pieces) for placed, pieces in partitions])
+
+    def _own_part(self, placed: Placed, pieces: Sequence[Tensor]) -> Tensor:
+        part = torch.zeros(placed.param.shape, dtype=torch.float32, device=placed.param.device)
+        flat = part.view(-1)
         position = self.rank * self.zero.partition_size[placed.group] - placed.offset
         for piece in pieces:
-            start, end = max(0, position), min(whole.numel(), position + piece.numel())
+            start, end = max(0, position), min(flat.numel(), position + piece.numel())
             if start < end:
-                whole[start:end] = piece.reshape(-1)[start - position : end - position]
+                flat[start:end] = piece.reshape(-1)[start - position : end - position]
             position += piece.numel()
-        return self.sum_over_ranks(whole).view(placed.param.shape)
+        return part
 
 
 def _dsmuon_rule(zero: Any) -> MuonRule:

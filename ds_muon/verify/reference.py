@@ -20,6 +20,9 @@ from ds_muon.verify.engine_view import MuonRule, Placed
 
 Group = dict[str, Any]
 
+# Elements of the disturbed matrices that are worked on at a time: bounds each temporary to 128 MiB, or to one matrix.
+_BATCH_ELEMENTS = 1 << 24
+
 
 def muon_scale(adjust_lr_fn: str, rows: int, cols: int) -> float:
     """The factor s on the orthogonalized matrix."""
@@ -85,10 +88,11 @@ class MuonReference:
         generator = torch.Generator(device=direction.device).manual_seed(self._steps)
         draws = tolerances.draws(tuple(direction.shape))
         total = 0.0
-        for _ in range(draws):
-            noise = torch.empty_like(direction).normal_(generator=generator)
-            disturbed = self._rounded_orthogonal(noise.mul_(variance.sqrt()).add_(direction), generator)
-            total += float((muon_change(weight, disturbed, group, self._rule) - change).square().sum())
+        for count in _chunks(draws, max(1, _BATCH_ELEMENTS // direction.numel())):
+            noise = torch.empty((count, *direction.shape), dtype=direction.dtype, device=direction.device)
+            disturbed = noise.normal_(generator=generator).mul_(variance.sqrt()).add_(direction)
+            for orthogonal in self._rounded_orthogonal(disturbed, generator):
+                total += float((muon_change(weight, orthogonal, group, self._rule) - change).square().sum())
         return math.sqrt(total / draws)
 
     def _orthogonal(self, direction: Tensor) -> Tensor:
@@ -96,20 +100,22 @@ class MuonReference:
             direction, ns_steps=self._rule.ns_steps, ns_coefficients=self._rule.ns_coefficients
         )
 
-    def _rounded_orthogonal(self, direction: Tensor, generator: torch.Generator) -> Tensor:
-        """The same iteration with a random rounding to its dtype wherever the fast one may round."""
+    def _rounded_orthogonal(self, directions: Tensor, generator: torch.Generator) -> Tensor:
+        """The same iteration, rounded at random wherever the fast one may round; (draws, rows, cols)."""
         rule = self._rule
 
         def rounded(value: Tensor) -> Tensor:
             return value.add_(tolerances.rounding(value, rule.ns_dtype, generator))
 
-        wide = direction.mT if direction.shape[0] > direction.shape[1] else direction
-        x = rounded(wide / torch.linalg.vector_norm(wide).clamp_min(torch.finfo(torch.float64).tiny))
+        tall = directions.shape[-2] > directions.shape[-1]
+        norm = torch.linalg.vector_norm(directions, dim=(-2, -1), keepdim=True)
+        x = directions / norm.clamp_min(torch.finfo(torch.float64).tiny)
+        x = rounded(x.mT.contiguous() if tall else x)
         for a, b, c in schedule(rule.ns_coefficients, rule.ns_steps):
             gram = rounded(x @ x.mT)
             tail = rounded(b * gram + c * rounded(gram @ gram))
             x = rounded(a * x + tail @ x)
-        return x.mT if direction.shape[0] > direction.shape[1] else x
+        return x.mT if tall else x
 
 
 class AdamWReference:
@@ -194,3 +200,8 @@ def _adamw(param: torch.nn.Parameter) -> torch.optim.AdamW:
         return torch.optim.AdamW([param], fused=True)
     except RuntimeError:  # torch has no fused AdamW for this device
         return torch.optim.AdamW([param])
+
+
+def _chunks(total: int, most: int) -> list[int]:
+    """``total`` as a sum of numbers up to ``most``."""
+    return [min(most, total - start) for start in range(0, total, most)]

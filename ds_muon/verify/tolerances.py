@@ -75,7 +75,7 @@ def stored_variance(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rounding(value: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """A random error of the size that one rounding of ``value`` to ``dtype`` makes, in fp64."""
+    """A random error such as one rounding of ``value`` to ``dtype`` makes, in fp64."""
     limits = torch.finfo(dtype)
-    size = value.abs().mul_(limits.eps / 2).clamp_min_(limits.tiny * limits.eps / 2).mul_(_UNIFORM)
-    return torch.empty_like(value).normal_(generator=generator).mul_(size)
+    bound = value.abs().mul_(limits.eps / 2).clamp_min_(limits.tiny * limits.eps / 2)
+    return torch.empty_like(value).uniform_(-1, 1, generator=generator).mul_(bound)
