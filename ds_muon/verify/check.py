@@ -235,7 +235,7 @@ class StepComparison:
     ) -> _Step:
         view = self._view
         average, magnitude = total.double() / view.divisor, magnitude.double() / view.divisor
-        variance = tolerances.sum_variance(magnitude, view.summed_in, count + view.world_size, view.loss_scale)
+        variance = tolerances.sum_variance(magnitude, view.summed_in, count + view.world_size - 1, view.loss_scale)
         gradient = None
         if engine_gradient is not None:
             size = float(average.norm())
@@ -274,7 +274,7 @@ class StepComparison:
         iterated_in = rule.ns_dtype if placed.use_muon else torch.float32
         # Where nothing may change, nothing is rounded.
         weight_rounding = tolerances.WEIGHT_ROUNDINGS * float(weight.double().norm()) / size if size else 0.0
-        tolerance = tolerances.AGAINST_FP64[iterated_in] + tolerances.SAFETY * ratio(rounding, size) + weight_rounding
+        tolerance = tolerances.AGAINST_FP64[iterated_in] + ratio(rounding, size) + weight_rounding
 
         averaged = before.average.float() if before.engine_gradient is None else before.engine_gradient
         gradient = averaged * theirs if theirs < 1 else averaged

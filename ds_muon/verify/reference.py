@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_muon.orthogonalize import reference_newton_schulz, schedule
+from ds_muon.orthogonalize.newton_schulz import restart_blocks, uses_gram
 from ds_muon.update import muon_update
 from ds_muon.verify import tolerances
 from ds_muon.verify.engine_view import MuonRule, Placed
@@ -63,7 +64,7 @@ class MuonReference:
             group: the param group's settings.
 
         Returns:
-            The change of the weight, and the root mean square (of the Frobenius norm) of what roundings change in it.
+            The change of the weight, and what roundings explain of an error in it, in Frobenius norm.
         """
         mu, m, rule = group["momentum"], self.momentum_buffer, self._rule
         m += (1 - mu) * (gradient - m)
@@ -84,16 +85,15 @@ class MuonReference:
         return before.mul_(mu**4).add_(variance, alpha=(1 - mu**2) ** 2)
 
     def _rounding(self, change: Tensor, weight: Tensor, direction: Tensor, variance: Tensor, group: Group) -> float:
-        """Root mean square, over disturbed directions, of the norm by which the change differs."""
         generator = torch.Generator(device=direction.device).manual_seed(self._steps)
         draws = tolerances.draws(tuple(direction.shape))
-        total = 0.0
+        differences = []
         for count in _chunks(draws, max(1, _BATCH_ELEMENTS // direction.numel())):
             noise = torch.empty((count, *direction.shape), dtype=direction.dtype, device=direction.device)
             disturbed = noise.normal_(generator=generator).mul_(variance.sqrt()).add_(direction)
             for orthogonal in self._rounded_orthogonal(disturbed, generator):
-                total += float((muon_change(weight, orthogonal, group, self._rule) - change).square().sum())
-        return math.sqrt(total / draws)
+                differences.append(float((muon_change(weight, orthogonal, group, self._rule) - change).norm()))
+        return tolerances.explained(differences)
 
     def _orthogonal(self, direction: Tensor) -> Tensor:
         return reference_newton_schulz(
@@ -101,21 +101,28 @@ class MuonReference:
         )
 
     def _rounded_orthogonal(self, directions: Tensor, generator: torch.Generator) -> Tensor:
-        """The same iteration, rounded at random wherever the fast one may round; (draws, rows, cols)."""
+        """The iteration in the form of ``ns_method``, rounded at random after each product; (draws, rows, cols)."""
         rule = self._rule
 
         def rounded(value: Tensor) -> Tensor:
             return value.add_(tolerances.rounding(value, rule.ns_dtype, generator))
 
-        tall = directions.shape[-2] > directions.shape[-1]
+        rows, cols = directions.shape[-2:]
+        triples = schedule(rule.ns_coefficients, rule.ns_steps)
+        in_gram_form = uses_gram(rows, cols, rule.ns_method)
+        blocks = restart_blocks(triples, rule.ns_dtype) if in_gram_form else [[triple] for triple in triples]
         norm = torch.linalg.vector_norm(directions, dim=(-2, -1), keepdim=True)
         x = directions / norm.clamp_min(torch.finfo(torch.float64).tiny)
-        x = rounded(x.mT.contiguous() if tall else x)
-        for a, b, c in schedule(rule.ns_coefficients, rule.ns_steps):
-            gram = rounded(x @ x.mT)
-            tail = rounded(b * gram + c * rounded(gram @ gram))
-            x = rounded(a * x + tail @ x)
-        return x.mT if tall else x
+        x = rounded(x.mT.contiguous() if rows > cols else x)
+        identity = torch.eye(min(rows, cols), dtype=x.dtype, device=x.device)
+        for block in blocks:
+            r, q = rounded(x @ x.mT), identity
+            for a, b, c in block:
+                p = rounded(b * r + c * rounded(r @ r)) + a * identity
+                q = p if q is identity else rounded(p @ q)
+                r = rounded(p @ rounded(p @ r))
+            x = rounded(q @ x)
+        return x.mT if rows > cols else x
 
 
 class AdamWReference:
@@ -133,7 +140,8 @@ class AdamWReference:
         self._step += 1
         change = self._change(self._moments, weight, gradient, group)
         nearer = gradient - torch.sign(gradient) * variance.sqrt()
-        return change, float((self._change(self._disturbed, weight, nearer, group) - change).norm())
+        rounding = float((self._change(self._disturbed, weight, nearer, group) - change).norm())
+        return change, tolerances.SAFETY * rounding
 
     def _change(self, moments: tuple[Tensor, Tensor], weight: Tensor, gradient: Tensor, group: Group) -> Tensor:
         (beta1, beta2), (exp_avg, exp_avg_sq) = group["betas"], moments

@@ -6,7 +6,7 @@ A tolerance against fp64 is the sum of three parts:
 2. What roundings do to this very matrix: a small singular value magnifies those of the input up to 485 times (the slope
    of five ``quintic`` steps at 0), large coefficients those of each step. The variance of the gradient's sums is
    carried through momentum and blend element by element; the reference then runs on inputs disturbed by as much, with
-   a random rounding after each of its products. ``SAFETY`` times the root mean square of what that changes.
+   a random rounding after each of its products. ``explained`` says how much of what that changes is allowed.
 3. Two roundings of the fp32 weights, one for the decay and one for the update: ``WEIGHT_ROUNDINGS``.
 
 The same-dtype comparison starts from the engine's own averaged gradient and does the same operations in the same
@@ -15,6 +15,9 @@ on the batch: ``AGAINST_SAME_DTYPE``.
 """
 
 from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -38,10 +41,13 @@ AGAINST_SAME_DTYPE = {
 # Momentum and moments beside the same-dtype reference: elementwise, the same operations in the same order.
 STATE = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8}
 
-# Root mean squares that an error may reach. Where one small singular value carries it, it is normal, and estimated from
-# `draws` disturbed references. The Gram form rounds once or twice more than these do. Measured, over 10,000 updates of
-# matrices from 2 x 2 to 40 x 10, a tenth of them near to singular: 4.2 at most (tests/unit/test_check.py has a part).
-SAFETY = 6.0
+# Root mean squares that the error of an average, or of AdamW's update, may reach.
+SAFETY = 4.0
+
+# Of the changes that random roundings make, `draws` of them: so often the mean, and so often the standard deviation.
+# That is small beside the mean where many singular values carry the error, which then is nearly the same every time;
+# where one small singular value does, the error is a normal variable.
+_MEANS, _DEVIATIONS = 1.5, 8.0
 
 WEIGHT_ROUNDINGS = 2 * 2.0**-24
 
@@ -51,7 +57,12 @@ _UNIFORM = 3.0**-0.5
 
 def draws(shape: tuple[int, ...]) -> int:
     """Disturbed references per matrix: many where few singular values matter, which are small matrices only."""
-    return 16 if min(shape) <= 128 else 3
+    return 16 if min(shape) <= 128 else 4
+
+
+def explained(changes: Sequence[float]) -> float:
+    """What an update may differ by, given by how much it does under random roundings, once per draw."""
+    return _MEANS * statistics.fmean(changes) + _DEVIATIONS * statistics.stdev(changes)
 
 
 def sum_variance(magnitude: Tensor, dtype: torch.dtype, additions: int, loss_scale: float) -> Tensor:

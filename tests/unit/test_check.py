@@ -286,9 +286,9 @@ def test_the_variance_of_a_sum_bounds_that_of_real_sums_and_is_not_far_above(
         total += term
     error = total.double() - terms.double().sum(0)
     magnitude = terms.double().abs().sum(0)
-    explained = tolerances.sum_variance(magnitude, dtype, additions, 1.0).mean().sqrt()
+    bound = tolerances.sum_variance(magnitude, dtype, additions, 1.0).mean().sqrt()
     measured = error.square().mean().sqrt()
-    assert measured < explained < 10 * measured
+    assert measured < bound < 10 * measured
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
