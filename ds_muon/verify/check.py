@@ -29,6 +29,9 @@ from ds_muon.verify.reference import AdamWReference, Group, MuonReference, SameD
 
 __all__ = ["CannotVerify", "UpdateCheck"]
 
+# The largest batch in which a matrix is orthogonalized again, in elements.
+_BATCH_ELEMENTS = 1 << 26
+
 
 @dataclass
 class _RawGradient:
@@ -278,8 +281,8 @@ class StepComparison:
 
         averaged = before.average.float() if before.engine_gradient is None else before.engine_gradient
         gradient = averaged * theirs if theirs < 1 else averaged
-        same = references.same_dtype.new_weight(before.weight, gradient, group)
         same_tolerance = tolerances.AGAINST_SAME_DTYPE[iterated_in] + weight_rounding
+        same = self._same_dtype(references, before, gradient, weight, group, same_tolerance * size)
         record = UpdateRecord(
             step=self._steps,
             name=placed.name,
@@ -318,6 +321,30 @@ class StepComparison:
             reference_state=references.same_dtype.state,
         )
         return replace(record, diagnosis=self._diagnosis(evidence))
+
+    def _same_dtype(
+        self,
+        references: _References,
+        before: _Step,
+        gradient: Tensor,
+        weight: Tensor,
+        group: Group,
+        allowed: float,
+    ) -> Tensor:
+        """The weight by the same-dtype reference; of those that differ by the size of the batch alone, the nearest."""
+        reference = references.same_dtype
+        same = reference.new_weight(before.weight, gradient, group)
+        if not isinstance(reference, SameDtypeMuon) or before.engine_gradient is None or weight.device.type == "cpu":
+            return same
+        momentum_buffer = before.state["momentum_buffer"]
+        assert momentum_buffer is not None
+        most = min(self._view.shapes[tuple(weight.shape)], _BATCH_ELEMENTS // weight.numel())
+        others = reference.new_weights_in_batches(before.weight, gradient, momentum_buffer, group, most)
+        error = float((weight - same).norm())
+        while error > allowed and (other := next(others, None)) is not None:
+            if float((weight - other).norm()) < error:
+                same, error = other, float((weight - other).norm())
+        return same
 
     def _compare_state(self, references: _References, state: dict[str, Tensor | None]) -> Comparison | None:
         errors = []

@@ -7,6 +7,7 @@ DeepSpeed's ``Muon`` alike. DSMuon's partition plan is asked for one thing, the 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +55,10 @@ class EngineView:
         zero: ``engine.optimizer``.
         names: the parameters to look at; all by default.
 
+    Attributes:
+        placed: those parameters, in flat order.
+        shapes: how many Muon matrices of each shape there are, over all ranks.
+
     Raises:
         CannotVerify: not a ZeRO-1/2 optimizer with DSMuon or DeepSpeed's Muon.
     """
@@ -71,7 +76,9 @@ class EngineView:
         self.process_group = zero.dp_process_group
         self.rank = dist.get_rank(self.process_group)
         self.world_size = dist.get_world_size(self.process_group)
-        self.placed = [p for p in self._located() if names is None or p.name in names]
+        located = list(self._located())
+        self.placed = [placed for placed in located if names is None or placed.name in names]
+        self.shapes = Counter(tuple(placed.param.shape) for placed in located if placed.use_muon)
         self._owners = {m.name: m.owner for m in zero.plan.matrices} if self.is_dsmuon else {}
 
     def _located(self) -> Iterable[Placed]:

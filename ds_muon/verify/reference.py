@@ -8,14 +8,15 @@ functions: ``ds_muon.muon_update`` and ``torch.optim.AdamW``.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_muon.orthogonalize import reference_newton_schulz, schedule
+from ds_muon.orthogonalize import NewtonSchulz, orthogonalize, reference_newton_schulz, schedule
 from ds_muon.orthogonalize.newton_schulz import restart_blocks, uses_gram
-from ds_muon.update import muon_update
+from ds_muon.update import advance_momentum_, muon_update
 from ds_muon.verify import tolerances
 from ds_muon.verify.engine_view import MuonRule, Placed
 
@@ -158,25 +159,48 @@ class SameDtypeMuon:
     def __init__(self, placed: Placed, state: dict[str, Tensor], rule: MuonRule) -> None:
         self.state = {"momentum_buffer": state["momentum_buffer"].to(rule.momentum_dtype)}
         self._rule = rule
+        self._newton_schulz: dict[str, Any] = {
+            "ns_steps": rule.ns_steps,
+            "ns_method": rule.ns_method,
+            "ns_coefficients": rule.ns_coefficients,
+            "ns_dtype": str(rule.ns_dtype).removeprefix("torch."),
+            "ns_eps": rule.ns_eps,
+        }
 
     def new_weight(self, weight: Tensor, gradient: Tensor, group: Group) -> Tensor:
         """The (rows, cols) fp32 weight after one step with the averaged, unscaled fp32 gradient."""
-        rule = self._rule
         update = muon_update(
             gradient,
             self.state["momentum_buffer"],
             momentum=group["momentum"],
             nesterov=group["nesterov"],
-            adjust_lr_fn=rule.adjust_lr_fn,
-            ns_steps=rule.ns_steps,
-            ns_method=rule.ns_method,
-            ns_coefficients=rule.ns_coefficients,
-            ns_dtype=str(rule.ns_dtype).removeprefix("torch."),
-            ns_eps=rule.ns_eps,
+            adjust_lr_fn=self._rule.adjust_lr_fn,
+            **self._newton_schulz,
         )
-        decay = group["lr"] * group["weight_decay"]
-        decayed = weight * (1 - decay) if decay else weight
-        return decayed.sub(update.mul_(group["lr"]))
+        return _apply(weight, update, group)
+
+    def new_weights_in_batches(
+        self, weight: Tensor, gradient: Tensor, before: Tensor, group: Group, most: int
+    ) -> Iterator[Tensor]:
+        """The same, had the matrix been orthogonalized in a batch of 2, 3, ... ``most`` of its shape.
+
+        A vendor's batched product may sum in another order for another number of matrices. ``before`` is the momentum
+        before the step; it and the state stay as they are.
+        """
+        direction = gradient.clone()
+        momentum_buffer = before.to(self._rule.momentum_dtype, copy=True)
+        advance_momentum_(direction, momentum_buffer, momentum=group["momentum"], nesterov=group["nesterov"])
+        settings = NewtonSchulz.resolve(weight.device, **self._newton_schulz)
+        scale = muon_scale(self._rule.adjust_lr_fn, *weight.shape)
+        for count in range(2, most + 1):
+            output = orthogonalize([direction] * count, settings)[0]
+            yield _apply(weight, output.to(torch.float32).mul_(scale), group)
+
+
+def _apply(weight: Tensor, update: Tensor, group: Group) -> Tensor:
+    decay = group["lr"] * group["weight_decay"]
+    decayed = weight * (1 - decay) if decay else weight
+    return decayed.sub(update.mul_(group["lr"]))
 
 
 class SameDtypeAdamW:
