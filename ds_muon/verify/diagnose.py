@@ -27,12 +27,15 @@ IDLE = "rank did not move"
 LOSS_SCALED = "gradient in loss-scaled units"
 CLIPPED_GRADIENT = "clipped gradient"
 MOMENTUM_TWICE = "momentum moved twice"
+MOMENTUM_STILL = "gradient not taken in"
 SLICE = "update from a partition's slice"
 TWICE = "orthogonalized twice"
 TRANSPOSE = "wrong transpose"
 PADDING = "padding in the matrix"
 CLIPPED_UPDATE = "clipped update"
 SCALED_UPDATE = "wrong learning rate or scale"
+SIGN = "wrong sign"
+NESTEROV = "wrong blend of momentum and gradient"
 WEIGHT_DECAY = "weight decay of another rate"
 ROUNDING = "rounding beyond the tolerance"
 
@@ -108,6 +111,8 @@ def _of_state(evidence: Evidence) -> str:
     factor, left = _fit(moved_by, (1 - decay) * evidence.gradient)
     if left >= _STATE_FIT:
         return f"{UNKNOWN}: the {key} did not move by the averaged gradient"
+    if abs(factor) < _STATE_FIT:
+        return f"{MOMENTUM_STILL}: the {key} did not move"
     if factor < 1:
         return f"{CLIPPED_GRADIENT}: {factor:.4g} times the averaged one moved the {key}"
     if factor == evidence.loss_scale or _is_power_of_two(factor):
@@ -151,17 +156,21 @@ def _common_predictions(evidence: Evidence) -> Iterator[tuple[str, Tensor]]:
         yield f"{CLIPPED_UPDATE}, or {SCALED_UPDATE}: {factor:.4g} times the right one", decayed + factor * update
     elif factor > 1:
         yield f"{SCALED_UPDATE}: {factor:.4g} times the right one", decayed + factor * update
+    elif factor < 0:
+        yield f"{SIGN}: {factor:.4g} times the right one", decayed + factor * update
     decay, _ = _fit(evidence.applied - update, -evidence.group["lr"] * evidence.weight)
     yield f"{WEIGHT_DECAY}: {decay:.4g}", update - evidence.group["lr"] * decay * evidence.weight
 
 
 def _muon_predictions(evidence: Evidence) -> Iterator[tuple[str, Tensor]]:
     yield from _common_predictions(evidence)
-    direction = _direction(evidence)
+    group = evidence.group
+    direction, other = (_direction(evidence, nesterov=is_so) for is_so in (group["nesterov"], not group["nesterov"]))
     right = _orthogonal(direction, evidence)
     rows, cols = direction.shape
     faults: dict[str, Callable[[], Tensor]] = {
         TWICE: lambda: _orthogonal(right, evidence),
+        f"{NESTEROV}: nesterov is {not group['nesterov']}": lambda: _orthogonal(other, evidence),
         f"{TRANSPOSE}: the result lies in memory as its transpose": lambda: right.mT.reshape(rows, cols),
     }
     if evidence.record.straddles:
@@ -170,16 +179,16 @@ def _muon_predictions(evidence: Evidence) -> Iterator[tuple[str, Tensor]]:
             for shift in _SHIFTS:
                 text = f"{PADDING}: shifted by {shift} elements from element {cut} on"
                 faults[text] = partial(_of_shifted, direction, cut, shift, evidence)
-    decayed = -evidence.group["lr"] * evidence.group["weight_decay"] * evidence.weight
-    scale = -evidence.group["lr"] * muon_scale(evidence.rule.adjust_lr_fn, rows, cols)
+    decayed = -group["lr"] * group["weight_decay"] * evidence.weight
+    scale = -group["lr"] * muon_scale(evidence.rule.adjust_lr_fn, rows, cols)
     for text, orthogonal in faults.items():
         yield text, decayed + scale * orthogonal()
 
 
-def _direction(evidence: Evidence) -> Tensor:
+def _direction(evidence: Evidence, *, nesterov: bool) -> Tensor:
     """U, from the momentum of the same-dtype reference, which has taken in the engine's gradient."""
     m, mu = evidence.reference_state["momentum_buffer"].double(), evidence.group["momentum"]
-    return (1 - mu) * evidence.gradient + mu * m if evidence.group["nesterov"] else m
+    return (1 - mu) * evidence.gradient + mu * m if nesterov else m
 
 
 def _of_slices(direction: Tensor, evidence: Evidence) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from contextlib import nullcontext
 from typing import Any
@@ -94,6 +95,53 @@ def refusal_of(config: dict[str, Any], fault: str) -> str:
         return str(error)
 
 
+def swap_two_updates(original: Any, zero: Any, gradients: list[Tensor]) -> None:
+    """Two matrices of one shape on one rank get each other's update."""
+    square = [piece for matrix, piece in zero._held[0] if not matrix.straddles and matrix.rows == matrix.cols]
+    first, second = (gradients[0].narrow(0, piece.offset, piece.numel) for piece in square[:2])
+    kept = first.clone()
+    first.copy_(second)
+    second.copy_(kept)
+    original(gradients)
+
+
+def change_one_weight(original: Any, zero: Any, gradients: list[Tensor]) -> None:
+    """One element of one rank's fp32 weights moves by a thousandth more."""
+    original(gradients)
+    if torch.distributed.get_rank() == 0:
+        zero.single_partition_of_fp32_groups[0].data[7] += 1e-3
+
+
+def turn_the_sign(original: Any, zero: Any, gradients: list[Tensor]) -> None:
+    gradients[0].neg_()
+    original(gradients)
+
+
+def check_with_commit(config: dict[str, Any], fault: Any) -> list[UpdateRecord]:
+    torch.manual_seed(0)
+    engine = start(GPT(MODEL), config)
+    check = UpdateCheck(engine)
+    zero = engine.optimizer
+    zero._commit = functools.partial(fault, zero._commit, zero)
+    train_gpt(engine, 1)
+    return check.after_step()
+
+
+@ranks
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("fault", "count", "diagnosis"),
+    [
+        (swap_two_updates, 4, "no known fault"),
+        (change_one_weight, 1, "no known fault"),
+        (turn_the_sign, 18, "wrong sign"),
+    ],
+)
+def test_faults_that_the_check_does_not_know_are_found_too(fault: Any, count: int, diagnosis: str, dtype: str) -> None:
+    wrong = [r for r in run_ranks(2, check_with_commit, ds_config(dtype=dtype), fault)[0] if not r.ok]
+    assert len(wrong) == count and all(record.diagnosis.startswith(diagnosis) for record in wrong)
+
+
 # ---- no false alarms, no trace --------------------------------------------------------------------------------------
 
 # Small matrices, among which some are near to singular: their updates magnify roundings most.
@@ -155,8 +203,18 @@ def weights_after(config: dict[str, Any], checked: bool) -> dict[str, Tensor]:
     else:
         train_gpt(engine, 2)
     assert engine.optimizer.step == step
-    assert not any(p._backward_hooks for p in engine.module.parameters())
+    listening = [p for p in engine.module.parameters() if p._backward_hooks]
+    assert len(listening) == bool(config["optimizer"]["params"].get("verify_every"))
     return full_weights(engine)
+
+
+@ranks
+def test_verify_every_changes_no_bit() -> None:
+    without, with_checks = (
+        run_ranks(2, weights_after, ds_config({"verify_every": every, "weight_decay": 0.1}), False)[0]
+        for every in (0, 1)
+    )
+    assert all(torch.equal(without[name], with_checks[name]) for name in without)
 
 
 @ranks
