@@ -18,7 +18,7 @@ from ds_muon.verify.record import UpdateRecord
 
 
 class TrainingCheck:
-    """Checks a ``MuonZeroOptimizer`` while it trains. It never raises: what it finds, the owner of the matrix logs.
+    """Checks a ``MuonZeroOptimizer`` while it trains. It raises nothing: what it finds, the owner of the matrix logs.
 
     Args:
         zero: the optimizer, whose plan names the matrices; the same on every rank.
