@@ -26,7 +26,6 @@ AVAILABLE: dict[str, tuple[Any, ...]] = {
     "beta2": (),  # means something with variant "normuon" only
     "ns_backend": ("auto", "torch"),
     "nan_guard": ("off",),
-    "grad_norm_skip_threshold": (None,),
 }
 
 # "auto" is a choice of the user's here; anywhere else it is a blank that a trainer was to fill in.

@@ -1,8 +1,9 @@
-"""Agreement between ranks: what one rank finds, all ranks act on."""
+"""Agreement between ranks: what one rank finds, all ranks act on. And what is said of steps that are skipped."""
 
 from __future__ import annotations
 
 import torch.distributed as dist
+from deepspeed.utils import logger
 
 
 def raise_together(error: Exception | None, process_group: dist.ProcessGroup | None = None) -> None:
@@ -22,3 +23,16 @@ def raise_together(error: Exception | None, process_group: dist.ProcessGroup | N
     for rank, message in enumerate(messages):
         if message is not None:
             raise RuntimeError(f"rank {rank} stopped, and this rank with it. {message}")
+
+
+class SkippedSteps:
+    """Counts skipped steps and warns on rank 0: of the first, second, fourth, eighth, ... to keep a log readable."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def warn(self, why: str) -> None:
+        """One more step was skipped, for this reason."""
+        self.count += 1
+        if dist.get_rank() == 0 and self.count & (self.count - 1) == 0:
+            logger.warning(f"[ds_muon] step skipped, nothing moved on any rank: {why} (skipped so far: {self.count})")

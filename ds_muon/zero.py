@@ -17,7 +17,7 @@ from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from torch import Tensor
 
 from ds_muon.exchange import StraddlerExchange
-from ds_muon.guard import raise_together
+from ds_muon.guard import SkippedSteps, raise_together
 from ds_muon.optimizer import DSMuon
 from ds_muon.orthogonalize import NewtonSchulz, orthogonalize
 from ds_muon.partition import Plan, flat_layout, make_plan
@@ -32,6 +32,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
     Attributes:
         plan: who holds, who owns and what moves, for the Muon groups (which are the first ones).
         training_check: of ``verify_every``.
+        spikes: steps skipped by ``grad_norm_skip_threshold``.
     """
 
     def __init__(self, init_optimizer: DSMuon, param_names: dict[Tensor, str], *args: Any, **kwargs: Any) -> None:
@@ -45,6 +46,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
             ns_dtype=config.ns_dtype,
             ns_eps=config.ns_eps,
         )
+        self.spikes = SkippedSteps()
         self._rank = dist.get_rank(self.dp_process_group)
         self.plan = self._make_plan()
         self._exchanges = [StraddlerExchange(group, self._rank, self.dp_process_group) for group in self.plan.groups]
@@ -163,9 +165,11 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
             gradients = [self._take_gradient(i) for i in range(len(self.bit16_groups))]
             squares = self._squared_norms(gradients)
         # A sum of squares in fp64 is finite exactly when every gradient of every rank is.
-        self.overflow = not math.isfinite(sum(squares))
-        self._update_scale(self.overflow)
-        norm = math.inf if self.overflow else math.sqrt(sum(squares))
+        is_finite = math.isfinite(sum(squares))
+        # A spike says nothing of the loss scale.
+        self._update_scale(not is_finite)
+        self.overflow = not is_finite or self._is_spike(squares)
+        norm = math.sqrt(sum(squares)) if is_finite else math.inf
         self._global_grad_norm: float | None = norm if self.compute_grad_norm else None
         if not self.overflow:
             with self._timed(deepspeed_zero.OPTIMIZER_STEP_TIMER):
@@ -179,6 +183,16 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         squares = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64).square() for g in gradients])
         dist.all_reduce(squares, group=self.dp_process_group)
         return [float(square) for square in squares.tolist()]
+
+    def _is_spike(self, squares: Sequence[float]) -> bool:
+        """Whether AdamW's gradients exceed ``grad_norm_skip_threshold``. Muon's do no harm, however large they are."""
+        threshold = self.optimizer.config.grad_norm_skip_threshold
+        groups = zip(self.optimizer.param_groups, squares, strict=True)
+        norm = math.sqrt(sum(square for group, square in groups if not group["use_muon"]))
+        if threshold is None or norm <= threshold:
+            return False
+        self.spikes.warn(f"the norm of AdamW's gradients is {norm:.4g}, grad_norm_skip_threshold {threshold:g}")
+        return True
 
     def _stage(self, gradients: Sequence[Tensor], squares: Sequence[float]) -> None:
         """Turn every gradient, in place, into what ``DSMuon.step`` applies."""

@@ -259,7 +259,6 @@ def test_auto_is_a_choice_for_dtype_and_backend():
         ({"ns_backend": "triton"}, 'set "auto" or "torch"'),
         ({"nan_guard": "skip"}, 'set "off"'),
         ({"nan_guard": "raise"}, 'set "off"'),
-        ({"grad_norm_skip_threshold": 10.0}, "set null"),
     ],
 )
 def test_what_this_version_lacks_is_refused(params, remedy):

@@ -346,3 +346,71 @@ def test_a_nan_on_one_rank_moves_nothing_anywhere(dtype: str, position: int) -> 
     for found in run_ranks(2, step_with_nan, config, position, 1):
         assert found["untouched"] and found["skipped"] == 1
         assert all(weight.isfinite().all() for weight in found["weights"].values())
+
+
+# ---- spikes ---------------------------------------------------------------------------------------------------------
+
+
+def steps_with_a_spike(config: dict[str, Any], position: int | None, bad_rank: int) -> dict[str, Any]:
+    """Two steps on ordinary gradients; between them one in which a gradient of one rank is a thousand times larger."""
+    shapes = [(16, 16), (5,), (16, 8), (3,)]
+    model = PrescribedGradients(shapes)
+    parameters = list(model.parameters())
+    scheduler = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)  # noqa: E731
+    groups = [{"params": parameters[:2]}, {"params": parameters[2:]}]
+    engine = start(model, config, model_parameters=groups, lr_scheduler=scheduler)
+    scale = engine.optimizer.loss_scale
+    train_step(engine, exact_gradients(shapes, 0, engine.device))
+    before, state = full_weights(engine), state_of(engine)
+    found: dict[str, Any] = {}
+    if position is not None:
+        gradients = exact_gradients(shapes, 1, engine.device)
+        if torch.distributed.get_rank() == bad_rank:
+            gradients[position] = torch.full_like(gradients[position], 1000.0)
+        train_step(engine, gradients)
+        found["untouched"] = all(torch.equal(before[n], w) for n, w in full_weights(engine).items()) and all(
+            torch.equal(a, b) for a, b in zip(state, state_of(engine), strict=True)
+        )
+        found["norm"] = engine.get_global_grad_norm()
+    found["skipped"], found["scale"] = engine.skipped_steps, engine.optimizer.loss_scale / scale
+    if position is None or found["untouched"]:
+        train_step(engine, exact_gradients(shapes, 2, engine.device))
+    return {**found, "weights": full_weights(engine)}
+
+
+@pytest.mark.parametrize("position", [1, 3])
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_spike_in_adamws_gradients_skips_the_step_as_if_it_had_never_been(
+    world_size: int, dtype: str, stage: int, position: int
+) -> None:
+    config = ds_config({"weight_decay": 0.1, "grad_norm_skip_threshold": 10.0}, dtype=dtype, stage=stage)
+    clean = run_ranks(world_size, steps_with_a_spike, config, None, 0)
+    for found, other in zip(run_ranks(world_size, steps_with_a_spike, config, position, 1), clean, strict=True):
+        assert found["untouched"] and found["skipped"] == 1 and found["scale"] == 1
+        assert 10 < found["norm"] < float("inf")
+        assert_equal(found["weights"], other["weights"])
+
+
+@pytest.mark.parametrize(("threshold", "position"), [(None, 1), (1e6, 1), (10.0, 0), (10.0, 2)])
+def test_neither_an_allowed_norm_nor_a_huge_muon_gradient_skips_a_step(threshold: float | None, position: int) -> None:
+    config = ds_config({"grad_norm_skip_threshold": threshold})
+    for found in run_ranks(2, steps_with_a_spike, config, position, 1):
+        assert not found["untouched"] and found["skipped"] == 0
+
+
+def warnings_of_spikes(config: dict[str, Any], steps: int) -> list[str]:
+    shapes = [(8, 8), (5,)]
+    engine = start(PrescribedGradients(shapes), config)
+    with mock.patch("ds_muon.guard.logger.warning") as warning:
+        for step in range(steps):
+            train_step(engine, exact_gradients(shapes, step, engine.device))
+    assert engine.skipped_steps == engine.optimizer.spikes.count == steps
+    return [call.args[0] for call in warning.call_args_list]
+
+
+def test_spikes_are_warned_of_on_rank_0_at_the_first_second_fourth_and_eighth() -> None:
+    first, second = run_ranks(2, warnings_of_spikes, ds_config({"grad_norm_skip_threshold": 1e-6}), 9)
+    assert second == [] and [text.rsplit(" ", 1)[1] for text in first] == ["1)", "2)", "4)", "8)"]
+    assert all("grad_norm_skip_threshold 1e-06" in text for text in first)
