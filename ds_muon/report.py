@@ -258,7 +258,7 @@ def _verdict(result: VerifyResult, rows: Sequence[_Row]) -> tuple[str, str, str]
 
 
 def _facts(result: VerifyResult) -> list[str]:
-    skipped = f" ({result.skipped_steps} skipped for an overflow)" if result.skipped_steps else ""
+    skipped = f" ({result.skipped_steps} skipped by the engine)" if result.skipped_steps else ""
     return [
         result.optimizer,
         f"{_count(result.world_size, 'rank')} on {result.device}",

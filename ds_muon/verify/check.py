@@ -164,6 +164,7 @@ class StepComparison:
         self._hooks = [
             placed.param.register_hook(raw.add)  # type: ignore[no-untyped-call]
             for placed, raw in zip(self._placed, self._raw, strict=True)
+            if placed.param.requires_grad  # one that was frozen since has no gradient
         ]
         self._keep_state = keep_state
         self._references = self._start() if keep_state else []

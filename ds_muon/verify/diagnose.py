@@ -38,6 +38,7 @@ SIGN = "wrong sign"
 NESTEROV = "wrong blend of momentum and gradient"
 WEIGHT_DECAY = "weight decay of another rate"
 ROUNDING = "rounding beyond the tolerance"
+RULE = "the single-process rule itself differs from the reference"
 
 # Fit of a factor or a prediction: what is left over, relative to what was observed.
 _STATE_FIT = 1e-3
@@ -82,7 +83,9 @@ def diagnose(evidence: Evidence) -> str:
     if record.state is not None and not record.state.ok:
         return _of_state(evidence)
     if record.against_same_dtype.ok:
-        return f"{ROUNDING}: the single-process step in the same dtypes errs as much"
+        if record.cosine > 0.99 and record.against_fp64.excess < 10:
+            return f"{ROUNDING}: the single-process step in the same dtypes errs as much"
+        return f"{RULE}: ds_muon.muon_update or the AdamW step in the same dtypes is as wrong"
     return _of_update(evidence)
 
 
@@ -113,6 +116,8 @@ def _of_state(evidence: Evidence) -> str:
         return f"{UNKNOWN}: the {key} did not move by the averaged gradient"
     if abs(factor) < _STATE_FIT:
         return f"{MOMENTUM_STILL}: the {key} did not move"
+    if factor < 0:
+        return f"{SIGN} of the gradient: {factor:.4g} times the averaged one moved the {key}"
     if factor < 1:
         return f"{CLIPPED_GRADIENT}: {factor:.4g} times the averaged one moved the {key}"
     if factor == evidence.loss_scale or _is_power_of_two(factor):

@@ -18,14 +18,14 @@ from ds_muon.verify.record import UpdateRecord
 
 
 class TrainingCheck:
-    """Checks a ``MuonZeroOptimizer`` while it trains. It raises nothing: what it finds, the owner of the matrix logs.
+    """Checks a ``MuonZeroOptimizer`` while it trains. A wrong update raises nothing: the owner of the matrix logs it.
 
     Args:
         zero: the optimizer, whose plan names the matrices; the same on every rank.
         every: check each so many steps; 0 for never.
 
     Attributes:
-        last: the latest record, on the rank that owns its matrix; None on others.
+        last: the latest record of a matrix that this rank owns; None before the first.
     """
 
     def __init__(self, zero: Any, every: int) -> None:

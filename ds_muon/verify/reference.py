@@ -24,6 +24,9 @@ Group = dict[str, Any]
 
 # Elements of the disturbed matrices that are worked on at a time: bounds each temporary to 128 MiB, or to one matrix.
 _BATCH_ELEMENTS = 1 << 24
+# Of AdamW's disturbed moments: for tensors of few elements, among which no average is taken.
+_RANDOM_PAIRS = 16
+_SMALL = 4096
 
 
 def muon_scale(adjust_lr_fn: str, rows: int, cols: int) -> float:
@@ -131,18 +134,24 @@ class AdamWReference:
 
     def __init__(self, exp_avg: Tensor, exp_avg_sq: Tensor, step: float) -> None:
         self._moments = (exp_avg, exp_avg_sq)
-        # A second pair is fed with gradients that are closer to zero by what roundings explain: each element of Adam's
-        # update depends on its own gradient alone, and most steeply there.
-        self._disturbed = (exp_avg.clone(), exp_avg_sq.clone())
+        # Other pairs are fed with gradients that roundings have moved: the first nearer to zero each time, where the
+        # update is steepest; the rest either way at random, since moves of one sign cancel between the moments.
+        pairs = 1 + (_RANDOM_PAIRS if exp_avg.numel() <= _SMALL else 2)
+        self._disturbed = [(exp_avg.clone(), exp_avg_sq.clone()) for _ in range(pairs)]
         self._step = step
 
     def change(self, weight: Tensor, gradient: Tensor, variance: Tensor, group: Group) -> tuple[Tensor, float]:
         """As ``MuonReference.change``; any shape."""
         self._step += 1
         change = self._change(self._moments, weight, gradient, group)
-        nearer = gradient - torch.sign(gradient) * variance.sqrt()
-        rounding = float((self._change(self._disturbed, weight, nearer, group) - change).norm())
-        return change, tolerances.SAFETY * rounding
+        generator = torch.Generator(device=gradient.device).manual_seed(int(self._step))
+        bound = variance.sqrt()
+        rounding = torch.zeros_like(change)
+        for i, moments in enumerate(self._disturbed):
+            noise = torch.empty_like(gradient).normal_(generator=generator) if i else -torch.sign(gradient)
+            moved = self._change(moments, weight, gradient + noise * bound, group)
+            rounding = torch.maximum(rounding, (moved - change).abs())
+        return change, tolerances.SAFETY * float(rounding.norm())
 
     def _change(self, moments: tuple[Tensor, Tensor], weight: Tensor, gradient: Tensor, group: Group) -> Tensor:
         (beta1, beta2), (exp_avg, exp_avg_sq) = group["betas"], moments

@@ -110,6 +110,7 @@ def _train(task: Task, fault: str | None) -> VerifyResult:
         feed = endless(batches)
 
     check = UpdateCheck(engine)
+    rates: list[float] = []
     records: list[UpdateRecord] = []
     checked = 0
     with ExitStack() as stack:
@@ -120,6 +121,7 @@ def _train(task: Task, fault: str | None) -> VerifyResult:
                 raise _CannotShow(str(error)) from None
         for _ in range(task.steps + _EXTRA_STEPS):
             for _ in range(engine.gradient_accumulation_steps()):
+                rates += [group["lr"] for group in engine.optimizer.param_groups]
                 engine.backward(loss_of(engine, next(feed), engine.device))
                 engine.step()
             of_step = check.after_step()
@@ -128,11 +130,17 @@ def _train(task: Task, fault: str | None) -> VerifyResult:
             if checked == task.steps:
                 break
     check.close()
-    if not checked:
+    if not any(rates):
         raise CannotVerify(
-            f"the engine skipped all of {task.steps + _EXTRA_STEPS} steps: the gradients are not finite, the last ones "
-            f"with a loss scale of {engine.optimizer.loss_scale:g}. Look for what is infinite in the data or the "
-            "model, or, under fp16, set a smaller initial_scale_power"
+            "every learning rate was 0 in all steps, so nothing could be seen to move: raise --steps beyond the "
+            "warmup, or leave the scheduler out of the config"
+        )
+    if checked < task.steps:
+        raise CannotVerify(
+            f"the engine skipped {'all' if not checked else 'too many'} of {task.steps + _EXTRA_STEPS} steps: the "
+            f"gradients are not finite, the last ones with a loss scale of {engine.optimizer.loss_scale:g}, or above "
+            "grad_norm_skip_threshold. Look for what is infinite in the data or the model, or, under fp16, set a "
+            "smaller initial_scale_power"
         )
     result = VerifyResult(
         optimizer=str(task.config["optimizer"]["type"]),

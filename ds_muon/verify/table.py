@@ -54,7 +54,7 @@ def parameter_table(result: VerifyResult, rows: int = 25) -> str:
 def verdict(result: VerifyResult) -> str:
     """One line: RIGHT with the largest error, or WRONG with what is."""
     worst = result.worst()
-    skipped = f"; {_count(result.skipped_steps, 'step')} skipped for an overflow" if result.skipped_steps else ""
+    skipped = f"; {_count(result.skipped_steps, 'step')} skipped by the engine" if result.skipped_steps else ""
     if result.ok:
         # AdamW's errors are mostly the rounding of weights that are large beside their update.
         muon = [record for record in result.records if record.half == "muon"]

@@ -191,6 +191,25 @@ def test_small_and_ill_conditioned_matrices_raise_no_false_alarm(
     assert not [record for record in records if not record.ok]
 
 
+def check_tiny_adamw(config: dict[str, Any]) -> list[UpdateRecord]:
+    shapes = [(16, 16), *[(1,)] * 60, *[(3,)] * 30, (17,)]
+    engine = start(PrescribedGradients(shapes), config)
+    check = UpdateCheck(engine)
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    records = []
+    for _ in range(6):
+        train_step(engine, [torch.randn(shape, generator=generator).to(engine.device) for shape in shapes])
+        records += check.after_step()
+    return records
+
+
+@ranks
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_adamw_tensors_of_one_element_raise_no_false_alarm(dtype: str) -> None:
+    records = run_ranks(2, check_tiny_adamw, ds_config(dtype=dtype))[0]
+    assert len(records) == 6 * 92 and not [record for record in records if not record.ok]
+
+
 def weights_after(config: dict[str, Any], checked: bool) -> dict[str, Tensor]:
     torch.manual_seed(0)
     engine = start(GPT(MODEL), config)
@@ -307,6 +326,23 @@ def test_verify_every_warns_of_a_wrong_update_with_its_diagnosis_and_trains_on()
     wrong = [text for texts in run_ranks(2, warnings_of, config, "orthogonalized-twice") for text in texts]
     assert len(wrong) == 3 and all("WRONG: orthogonalized twice" in text for text in wrong)
     assert not any(run_ranks(2, warnings_of, config, None))
+
+
+def train_on_frozen(config: dict[str, Any]) -> int:
+    """Steps made after both matrices were frozen."""
+    shapes = [(16, 16), (12, 16), (5,)]
+    engine = start(PrescribedGradients(shapes), config)
+    for step in range(4):
+        train_step(engine, [torch.ones(shape, device=engine.device) for shape in shapes])
+        if step == 0:
+            engine.module.p0.requires_grad_(False)
+            engine.module.p1.requires_grad_(False)
+    return int(engine.global_steps)
+
+
+@ranks
+def test_verify_every_goes_on_when_matrices_are_frozen() -> None:
+    assert run_ranks(2, train_on_frozen, ds_config({"verify_every": 1})) == [4, 4]
 
 
 def check_after_overflow(config: dict[str, Any]) -> list[str | None]:

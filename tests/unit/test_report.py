@@ -288,7 +288,7 @@ def test_table_tells_holders_owner_and_comparisons() -> None:
 def test_versions_and_facts_are_told() -> None:
     entries = [e.text for e in page(sample(skipped_steps=3)).of("dd")]
     assert {"0.1.0", "0.19.8", "2.9.1", "DSMuon", "2 ranks on cpu"} <= set(entries)
-    assert "2 steps checked (3 skipped for an overflow)" in entries
+    assert "2 steps checked (3 skipped by the engine)" in entries
 
 
 # ---- cuts -----------------------------------------------------------------------------------------------------------

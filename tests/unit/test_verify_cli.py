@@ -121,7 +121,7 @@ def test_the_verdict_names_the_faults_and_their_parameters() -> None:
 
 
 def test_skipped_steps_are_said() -> None:
-    assert "2 steps skipped for an overflow" in table.verdict(replace(result(record()), skipped_steps=2))
+    assert "2 steps skipped by the engine" in table.verdict(replace(result(record()), skipped_steps=2))
 
 
 def test_the_heading_says_what_was_run() -> None:
