@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import ds_muon
+from ds_muon.replay import replay
 from ds_muon.verify import table
 from ds_muon.verify.engine_view import CannotVerify
 from ds_muon.verify.inject import FAULTS
@@ -43,12 +44,23 @@ the same options.
 """
 
 
+REPLAY = """\
+Run the captured input of Newton-Schulz, on the GPU if there is one, through every backend, dtype and form, and compare
+each result with the fp64 reference. * marks what ran when the file was saved. "error" is relative to the reference,
+"allowed" what the rounding of the dtype explains, "orthogonality" is ||O O^T - I|| / sqrt(smaller side).
+
+Exit code: 0 if everything that ran is right; 1 if a backend, or the input itself, is at fault; 2 if a file could not be
+read.
+"""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="ds-muon", description="Muon for DeepSpeed ZeRO stages 1 and 2.")
     parser.add_argument("--version", action="version", version=f"ds-muon {ds_muon.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_verify(commands)
+    _add_replay(commands)
     parsed = parser.parse_args(arguments)
     try:
         code: int = parsed.run(parsed)
@@ -156,6 +168,20 @@ def _verify(options: argparse.Namespace) -> int:
     except (CannotVerify, OSError) as error:
         print(f"ds-muon verify: {error}", file=sys.stderr)
     return COULD_NOT_RUN
+
+
+# ---- replay ---------------------------------------------------------------------------------------------------------
+
+
+def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "replay",
+        help="find the backend that is at fault, from a file that DS_MUON_NAN_CAPTURE=1 saved",
+        description=REPLAY,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="what a rank saved in ds_muon_captures")
+    parser.set_defaults(run=lambda options: replay(options.files))
 
 
 def _positive(text: str) -> int:

@@ -21,12 +21,7 @@ from ds_muon.orthogonalize.coefficients import COEFFICIENTS
 ADAM_LR_WARNING = 5e-3
 
 # The values of a key that this version can run; any other valid value is refused. To lift a refusal, remove its line.
-AVAILABLE: dict[str, tuple[Any, ...]] = {
-    "variant": ("muon",),
-    "beta2": (),  # means something with variant "normuon" only
-    "ns_backend": ("auto", "torch"),
-    "nan_guard": ("off",),
-}
+AVAILABLE: dict[str, tuple[Any, ...]] = {"ns_backend": ("auto", "torch")}
 
 # "auto" is a choice of the user's here; anywhere else it is a blank that a trainer was to fill in.
 AUTO_IS_A_CHOICE = ("ns_dtype", "ns_backend")
@@ -204,6 +199,14 @@ class DSMuonConfig(BaseModel):
             raise _problem(f"is not available in this version; {_remedy(key)}")
         return value
 
+    @field_validator("beta2")
+    @classmethod
+    def _beta2_means_something(cls, value: float, info: ValidationInfo) -> float:
+        # Runs for a given value only. Of a variant that is not valid, another line speaks.
+        if info.data.get("variant") == "muon":
+            raise _problem('has no effect with variant "muon"; remove the key, or set "variant": "normuon"')
+        return value
+
     @model_validator(mode="after")
     def _uses_every_triple(self) -> DSMuonConfig:
         given = len(self.ns_coefficients)
@@ -225,7 +228,7 @@ def _problem(text: str) -> PydanticCustomError:
 def _remedy(key: str) -> str:
     if key not in AVAILABLE:
         return f"set {DSMuonConfig.model_fields[key].description}"
-    return f"set {' or '.join(map(_show, AVAILABLE[key]))}" if AVAILABLE[key] else "remove the key"
+    return f"set {' or '.join(map(_show, AVAILABLE[key]))}"
 
 
 def _line(where: str, details: ErrorDetails) -> str:

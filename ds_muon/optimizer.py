@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ class DSMuon(Optimizer):
     """Muon for matrices, AdamW for the rest, on ZeRO's flat partitions.
 
     ZeRO replaces the parameters of every group with this rank's piece of the group's flat fp32 weights, so all state
-    is one flat tensor per group: ``momentum_buffer`` for Muon; ``exp_avg``, ``exp_avg_sq`` and ``step`` for AdamW,
-    whose arithmetic is ``torch.optim.AdamW``'s own (fused where torch has it for the device).
+    is one flat tensor per group: ``momentum_buffer`` for Muon; ``exp_avg``, ``exp_avg_sq`` and ``step`` for AdamW, with
+    the arithmetic of ``torch.optim.AdamW`` (fused where torch has it for the device). With NorMuon there is also
+    ``row_variance``, which is not cut: one number per row of the group's matrices, the same on every rank.
 
     Args:
         param_groups: as ``param_groups.split_param_groups`` makes them: Muon groups first, each with ``use_muon``.
@@ -41,17 +42,23 @@ class DSMuon(Optimizer):
     def adamw_groups(self) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if not group["use_muon"]]
 
-    def init_state(self) -> None:
+    def init_state(self, rows: Sequence[int]) -> None:
         """Allocate all state as zeros, once the groups hold their flat partitions.
+
+        Args:
+            rows: of all matrices together, per Muon group.
 
         ZeRO links state tensors to model parameters only once, so they must exist before the first step and be
         written in place ever after.
         """
-        for group in self.param_groups:
+        for i, group in enumerate(self.param_groups):
             for p in group["params"]:
                 if group["use_muon"]:
                     dtype = _DTYPES[self.config.momentum_dtype]
                     self.state[p] = {"momentum_buffer": torch.zeros_like(p, dtype=dtype, requires_grad=False)}
+                    if self.config.variant == "normuon":
+                        # A column: ZeRO takes state of the flat partition's own shape for a piece of the parameters.
+                        self.state[p]["row_variance"] = torch.zeros((rows[i], 1), device=p.device)
                 else:
                     self.state[p] = {
                         "step": torch.zeros((), dtype=torch.float32, device=p.device),
@@ -64,17 +71,24 @@ class DSMuon(Optimizer):
                 for key, value in self._adamw.defaults.items():
                     group.setdefault(key, value)
 
-    def advance_momentum_(self, group_index: int, gradient: Tensor) -> None:
+    def row_variance(self, group_index: int) -> Tensor | None:
+        """NorMuon's second moments of a Muon group: (rows, 1) fp32; None for plain Muon."""
+        (p,) = self.param_groups[group_index]["params"]
+        variance: Tensor | None = self.state[p].get("row_variance")
+        return variance
+
+    def advance_momentum_(self, group_index: int, gradient: Tensor, where: Tensor) -> None:
         """Move the momentum of a Muon group by one averaged, unscaled gradient and turn the gradient into U in place.
 
         Args:
             group_index: a Muon group.
             gradient: (partition_size,) fp32; overwritten.
+            where: bool scalar on the device: whether the momentum may move.
         """
         group = self.param_groups[group_index]
         (p,) = group["params"]
-        momentum_buffer = self.state[p]["momentum_buffer"]
-        advance_momentum_(gradient, momentum_buffer, momentum=group["momentum"], nesterov=group["nesterov"])
+        momentum, nesterov = group["momentum"], group["nesterov"]
+        advance_momentum_(gradient, self.state[p]["momentum_buffer"], momentum=momentum, nesterov=nesterov, where=where)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

@@ -5,7 +5,15 @@
     O  = NewtonSchulz(U / ||U||_F)
     W <- W (1 - lr weight_decay) - lr s(rows, cols) O
 
-Keller Jordan, Muon (2024), https://kellerjordan.github.io/posts/muon/, with the names of ``torch.optim.Muon``.
+Keller Jordan, Muon (2024), https://kellerjordan.github.io/posts/muon/, with the names of ``torch.optim.Muon``. With
+``variant`` "normuon", between the last two lines:
+
+    V <- beta2 V + (1 - beta2) row means of O * O        one number per row
+    O <- sqrt(min(rows, cols)) N / ||N||_F               where N = O / sqrt(V), row by row
+
+Li et al., NorMuon (2025), arXiv:2510.05491, Algorithm 1. The norm is that of an exactly orthogonal matrix, so that
+``s`` means the same in both variants; with "match_rms_adamw" the update is the paper's:
+0.2 sqrt(rows cols) N / ||N||_F.
 """
 
 from __future__ import annotations
@@ -17,6 +25,10 @@ import torch
 from torch import Tensor
 
 from ds_muon.orthogonalize import NewtonSchulz, orthogonalize
+
+# Guards the division by the root of a row's second moment, which is zero for a row that never had a gradient. O is the
+# same for any scale of the gradient, so this number breaks no scale invariance.
+_ROW_EPS = 1e-10
 
 # Elements that the momentum pass works on at a time: bounds each of its temporaries to 64 MiB.
 _CHUNK = 1 << 24
@@ -37,7 +49,9 @@ def update_scale(adjust_lr_fn: str, rows: int, cols: int) -> float:
     raise ValueError(f'adjust_lr_fn = {adjust_lr_fn!r}: choose "original", "match_rms_adamw" or "none"')
 
 
-def advance_momentum_(gradient: Tensor, momentum_buffer: Tensor, *, momentum: float, nesterov: bool) -> None:
+def advance_momentum_(
+    gradient: Tensor, momentum_buffer: Tensor, *, momentum: float, nesterov: bool, where: Tensor | None = None
+) -> None:
     """Advance the momentum by one gradient and overwrite the gradient with U.
 
     Elementwise, so that any slice of a matrix gives that slice of U, bit for bit: each operation rounds once, with no
@@ -49,10 +63,15 @@ def advance_momentum_(gradient: Tensor, momentum_buffer: Tensor, *, momentum: fl
             arithmetic is in fp32 either way.
         momentum: weight of the past, in [0, 1).
         nesterov: look ahead by one step.
+        where: bool scalar on the same device. False leaves the momentum as it is, whatever the gradient holds, and
+            makes U that of a gradient equal to the momentum. So a decision that the host does not know yet can be
+            obeyed. None stands for true.
     """
     pieces = (torch.split(tensor.view(-1), _CHUNK) for tensor in (gradient, momentum_buffer))
     for g, m in zip(*pieces, strict=True):
         average = m.to(torch.float32)
+        if where is not None:
+            torch.where(where, g, average, out=g)
         step = g - average
         # From the end that is nearer, as torch.lerp does: else a large M of which little stays takes digits of G along.
         if momentum < 0.5:
@@ -68,6 +87,28 @@ def advance_momentum_(gradient: Tensor, momentum_buffer: Tensor, *, momentum: fl
             g.copy_(average)
 
 
+def advance_row_variance(orthogonal: Tensor, row_variance: Tensor, *, beta2: float) -> tuple[Tensor, Tensor]:
+    """NorMuon's second moments of the rows after one step, and the factor that each row of O gets by them.
+
+    Args:
+        orthogonal: (batch, rows, cols), any float dtype; not modified.
+        row_variance: (batch, rows) fp32; not modified.
+        beta2: weight of the past, in [0, 1).
+
+    Returns:
+        The new ``row_variance``, and the factors, (batch, rows, 1) fp32. Zeros stay zeros.
+    """
+    _, rows, cols = orthogonal.shape
+    # Summed in fp64 and rounded once, a row's sum is the same in any order: a batch may choose its own.
+    pieces = torch.split(orthogonal, max(1, _CHUNK // (rows * cols)))
+    squares = torch.cat([piece.to(torch.float64).square_().sum(dim=-1) for piece in pieces])
+    advanced = (row_variance.to(torch.float64) * beta2).add_(squares / cols, alpha=1 - beta2).to(torch.float32)
+    root = advanced.to(torch.float64).sqrt_().add_(_ROW_EPS)
+    norm = (squares / root.square()).sum(dim=-1, keepdim=True).sqrt_()
+    factors = math.sqrt(min(rows, cols)) / (root * norm.clamp_min(torch.finfo(torch.float32).tiny))
+    return advanced, factors.to(torch.float32).unsqueeze(-1)
+
+
 @torch.no_grad()
 def muon_update(
     grad: Tensor,
@@ -81,6 +122,9 @@ def muon_update(
     ns_coefficients: str | Sequence[Sequence[float]] = "quintic",
     ns_dtype: str = "auto",
     ns_eps: float = 1e-15,
+    ns_backend: str = "auto",
+    row_variance: Tensor | None = None,
+    beta2: float = 0.95,
 ) -> Tensor:
     """One Muon update of a whole matrix: the change of the weight is ``-lr`` times the result.
 
@@ -88,17 +132,22 @@ def muon_update(
         grad: (rows, cols) full, averaged, unscaled gradient, any float dtype; not modified.
         momentum_buffer: (rows, cols) fp32 or bf16, contiguous; advanced in place.
         momentum, nesterov, adjust_lr_fn, ns_*: as in the optimizer's config.
+        row_variance: (rows,) fp32, advanced in place; given, the update is NorMuon's, with ``beta2``.
 
     Returns:
         ``s * O``, (rows, cols) fp32.
 
     Raises:
-        ValueError: shapes that differ, a gradient that is not a matrix, or an unknown name in a setting.
+        ValueError: shapes that do not fit, a gradient that is not a matrix, or an unknown name in a setting.
     """
     if grad.ndim != 2 or grad.shape != momentum_buffer.shape:
         raise ValueError(
             f"muon_update needs a matrix and a momentum_buffer of its shape, "
             f"got {tuple(grad.shape)} and {tuple(momentum_buffer.shape)}"
+        )
+    if row_variance is not None and row_variance.shape != grad.shape[:1]:
+        raise ValueError(
+            f"muon_update needs a row_variance of shape {tuple(grad.shape[:1])}, got {tuple(row_variance.shape)}"
         )
     settings = NewtonSchulz.resolve(
         grad.device,
@@ -107,9 +156,15 @@ def muon_update(
         ns_coefficients=ns_coefficients,
         ns_dtype=ns_dtype,
         ns_eps=ns_eps,
+        ns_backend=ns_backend,
     )
     scale = update_scale(adjust_lr_fn, *grad.shape)
     direction = grad.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
     advance_momentum_(direction, momentum_buffer, momentum=momentum, nesterov=nesterov)
     (output,) = orthogonalize([direction], settings)
-    return output.to(torch.float32).mul_(scale)
+    update = output.to(torch.float32)
+    if row_variance is not None:
+        advanced, factors = advance_row_variance(output[None], row_variance[None], beta2=beta2)
+        row_variance.copy_(advanced[0])
+        update.mul_(factors[0])
+    return update.mul_(scale)

@@ -109,19 +109,19 @@ def orthogonalizations(optimizer: str) -> str:
     shapes = [(64, 64)] * 5
     engine = start(optimizer, shapes)
     count = torch.zeros(1, device=engine.device)
-    theirs, ours = original_muon.muon_update, dsmuon_zero.orthogonalize
+    theirs, ours = original_muon.muon_update, dsmuon_zero.orthogonalize_batch
 
     def count_theirs(*args: Any, **kwargs: Any) -> Tensor:
         count.add_(1)
         return theirs(*args, **kwargs)
 
-    def count_ours(matrices: Sequence[Tensor], settings: Any) -> list[Tensor]:
+    def count_ours(matrices: Sequence[Tensor], settings: Any) -> Tensor:
         count.add_(len(matrices))
         return ours(matrices, settings)
 
     with (
         mock.patch.object(original_muon, "muon_update", count_theirs),
-        mock.patch.object(dsmuon_zero, "orthogonalize", count_ours),
+        mock.patch.object(dsmuon_zero, "orthogonalize_batch", count_ours),
     ):
         engine.backward(engine(gradients_of(shapes, engine.device)))
         engine.step()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -15,14 +15,20 @@ from ds_muon.orthogonalize.reference import reference_newton_schulz
 from ds_muon.orthogonalize.torch_backend import TorchOperations, exact_products
 
 __all__ = [
+    "BACKENDS",
     "COEFFICIENTS",
     "CoefficientTable",
     "NewtonSchulz",
     "Triple",
+    "batches",
     "orthogonalize",
+    "orthogonalize_batch",
     "reference_newton_schulz",
     "schedule",
 ]
+
+# What makes the four products, by the name that ``ns_backend`` gives it.
+BACKENDS: dict[str, Callable[[], newton_schulz.Operations]] = {"torch": TorchOperations}
 
 # Upper bound of the temporaries of one batch, in bytes. A larger batch is worked off in chunks.
 WORKSPACE_BYTES = 1 << 30
@@ -37,12 +43,14 @@ class NewtonSchulz:
         method: ``"gram"`` or ``"standard"``, see ``newton_schulz.uses_gram``.
         dtype: dtype of the iteration and of its result.
         eps: guards the division by a zero norm, and nothing else.
+        backend: a name in ``BACKENDS``.
     """
 
     triples: tuple[Triple, ...]
     method: str
     dtype: torch.dtype
     eps: float
+    backend: str = "torch"
 
     @classmethod
     def resolve(
@@ -54,11 +62,12 @@ class NewtonSchulz:
         ns_coefficients: str | Sequence[Sequence[float]] = "quintic",
         ns_dtype: str = "auto",
         ns_eps: float = 1e-15,
+        ns_backend: str = "auto",
     ) -> NewtonSchulz:
         """Settle ``"auto"``: fp16 on accelerators, where it costs what bf16 costs with 8 times less error, else fp32.
 
         Raises:
-            ValueError: an unknown method, dtype or coefficient table, naming the key and its value.
+            ValueError: an unknown method, dtype, backend or coefficient table, naming the key and its value.
         """
         if ns_method not in ("gram", "standard"):
             raise ValueError(f'ns_method = {ns_method!r}: choose "gram" or "standard"')
@@ -66,11 +75,18 @@ class NewtonSchulz:
         dtypes["auto"] = torch.float32 if device.type == "cpu" else torch.float16
         if ns_dtype not in dtypes:
             raise ValueError(f"ns_dtype = {ns_dtype!r}: choose one of {sorted(dtypes)}")
-        return cls(schedule(ns_coefficients, ns_steps), ns_method, dtypes[ns_dtype], ns_eps)
+        backend = "torch" if ns_backend == "auto" else ns_backend
+        if backend not in BACKENDS:
+            raise ValueError(f"ns_backend = {ns_backend!r}: choose one of {sorted(['auto', *BACKENDS])}")
+        return cls(schedule(ns_coefficients, ns_steps), ns_method, dtypes[ns_dtype], ns_eps, backend)
 
     def cost(self, rows: int, cols: int) -> int:
         """Floating-point operations for one (rows, cols) matrix."""
         return newton_schulz.flops(rows, cols, self.triples, self.dtype, self.method)
+
+    def form(self, rows: int, cols: int) -> str:
+        """``"gram"`` or ``"standard"``: the form in which a (rows, cols) matrix is iterated on."""
+        return "gram" if newton_schulz.uses_gram(rows, cols, self.method) else "standard"
 
 
 def orthogonalize(matrices: Sequence[Tensor], settings: NewtonSchulz) -> list[Tensor]:
@@ -87,27 +103,48 @@ def orthogonalize(matrices: Sequence[Tensor], settings: NewtonSchulz) -> list[Te
     The result of a matrix does not depend on what shares its batch: on CPU and in fp32 every matrix is a batch of its
     own; in half precision on GPUs that rests on the vendor's batched product (see the README for where it holds).
     """
-    if not matrices:
-        return []
     outputs: dict[int, Tensor] = {}
-    by_shape: dict[torch.Size, list[int]] = {}
-    for index, matrix in enumerate(matrices):
-        by_shape.setdefault(matrix.shape, []).append(index)
-    exact = exact_products() if settings.dtype == torch.float32 else nullcontext()
-    # The iteration has its own dtype: a caller's autocast must not choose another.
-    with torch.no_grad(), torch.autocast(matrices[0].device.type, enabled=False), exact:
-        for indices in by_shape.values():
-            for chunk in _chunks(indices, matrices[indices[0]], settings.dtype):
-                outputs.update(zip(chunk, _orthogonalize_batch([matrices[i] for i in chunk], settings), strict=True))
+    for indices in batches(matrices, settings):
+        batch = orthogonalize_batch([matrices[i] for i in indices], settings)
+        outputs.update(zip(indices, batch.unbind(), strict=True))
     return [outputs[index] for index in range(len(matrices))]
 
 
-def _orthogonalize_batch(matrices: Sequence[Tensor], settings: NewtonSchulz) -> Sequence[Tensor]:
+def batches(matrices: Sequence[Tensor], settings: NewtonSchulz) -> Iterator[Sequence[int]]:
+    """Which matrices to orthogonalize together: indices of equal shapes, as many as the workspace allows.
+
+    On CPU and in fp32 a matrix is alone: vendors choose another order of summation for another batch, in fp32 nearly
+    always.
+    """
+    by_shape: dict[torch.Size, list[int]] = {}
+    for index, matrix in enumerate(matrices):
+        by_shape.setdefault(matrix.shape, []).append(index)
+    for (rows, cols), indices in by_shape.items():
+        bytes_each = 4 * rows * cols + settings.dtype.itemsize * (2 * rows * cols + 4 * min(rows, cols) ** 2)
+        alone = matrices[indices[0]].device.type == "cpu" or settings.dtype == torch.float32
+        size = 1 if alone else max(1, WORKSPACE_BYTES // bytes_each)
+        for start in range(0, len(indices), size):
+            yield indices[start : start + size]
+
+
+def orthogonalize_batch(matrices: Sequence[Tensor], settings: NewtonSchulz) -> Tensor:
+    """Newton-Schulz of matrices of one shape in one batch.
+
+    Args:
+        matrices: (rows, cols) fp32 tensors on one device, at least one; not modified.
+        settings: see ``NewtonSchulz``.
+
+    Returns:
+        (batch, rows, cols) of dtype ``settings.dtype``; for tall matrices a transposed view.
+    """
     rows, cols = matrices[0].shape
-    x = _normalize(torch.stack(list(matrices)), settings)
-    iterate = newton_schulz.gram if newton_schulz.uses_gram(rows, cols, settings.method) else newton_schulz.standard
-    wide = iterate(x.mT if rows > cols else x, settings.triples, TorchOperations())
-    return (wide.mT if rows > cols else wide).unbind()
+    iterate = newton_schulz.gram if settings.form(rows, cols) == "gram" else newton_schulz.standard
+    exact = exact_products() if settings.dtype == torch.float32 else nullcontext()
+    # The iteration has its own dtype: a caller's autocast must not choose another.
+    with torch.no_grad(), torch.autocast(matrices[0].device.type, enabled=False), exact:
+        x = _normalize(torch.stack(list(matrices)), settings)
+        wide = iterate(x.mT if rows > cols else x, settings.triples, BACKENDS[settings.backend]())
+    return wide.mT if rows > cols else wide
 
 
 def _normalize(batch: Tensor, settings: NewtonSchulz) -> Tensor:
@@ -122,13 +159,3 @@ def _normalize(batch: Tensor, settings: NewtonSchulz) -> Tensor:
     norm = torch.linalg.vector_norm(batch, dim=(-2, -1), keepdim=True, dtype=torch.float64).to(torch.float32)
     # After the first division the norm of anything but zero is at least 1, far above eps.
     return batch.div_(norm.clamp_min(max(settings.eps, torch.finfo(torch.float32).tiny))).to(settings.dtype)
-
-
-def _chunks(indices: Sequence[int], matrix: Tensor, dtype: torch.dtype) -> Iterator[Sequence[int]]:
-    rows, cols = matrix.shape
-    per_matrix = 4 * rows * cols + dtype.itemsize * (2 * rows * cols + 4 * min(rows, cols) ** 2)
-    # Vendors choose another order of summation for another batch, in fp32 nearly always.
-    alone = matrix.device.type == "cpu" or dtype == torch.float32
-    size = 1 if alone else max(1, WORKSPACE_BYTES // per_matrix)
-    for start in range(0, len(indices), size):
-        yield indices[start : start + size]

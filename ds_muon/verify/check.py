@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ds_muon.verify import tolerances
 from ds_muon.verify.diagnose import Evidence, diagnose
-from ds_muon.verify.engine_view import CannotVerify, EngineView, Placed, ratio
+from ds_muon.verify.engine_view import ROW_VARIANCE, CannotVerify, EngineView, Placed, ratio
 from ds_muon.verify.record import Comparison, UpdateRecord
 from ds_muon.verify.reference import AdamWReference, Group, MuonReference, SameDtypeAdamW, SameDtypeMuon
 
@@ -222,7 +222,8 @@ class StepComparison:
         doubles = {key: tensor.double() for key, tensor in state.items()}
         if placed.use_muon:
             rule = self._view.rule
-            return _References(MuonReference(doubles["momentum_buffer"], rule), SameDtypeMuon(placed, state, rule))
+            exact = MuonReference(doubles["momentum_buffer"], rule, doubles.get(ROW_VARIANCE))
+            return _References(exact, SameDtypeMuon(state, rule))
         step = self._view.adamw_step(placed)
         return _References(
             AdamWReference(doubles["exp_avg"], doubles["exp_avg_sq"], step), SameDtypeAdamW(placed, state, step)
@@ -337,10 +338,8 @@ class StepComparison:
         same = reference.new_weight(before.weight, gradient, group)
         if not isinstance(reference, SameDtypeMuon) or before.engine_gradient is None or weight.device.type == "cpu":
             return same
-        momentum_buffer = before.state["momentum_buffer"]
-        assert momentum_buffer is not None
         most = min(self._view.shapes[tuple(weight.shape)], _BATCH_ELEMENTS // weight.numel())
-        others = reference.new_weights_in_batches(before.weight, gradient, momentum_buffer, group, most)
+        others = reference.new_weights_in_batches(before.weight, gradient, before.state, group, most)
         error = float((weight - same).norm())
         while error > allowed and (other := next(others, None)) is not None:
             if float((weight - other).norm()) < error:
@@ -348,16 +347,21 @@ class StepComparison:
         return same
 
     def _compare_state(self, references: _References, state: dict[str, Tensor | None]) -> Comparison | None:
-        errors = []
+        """Of the comparisons of all tensors of a state, the worst."""
+        comparisons = []
         for key, expected in references.same_dtype.state.items():
             found = state[key]
             if found is None:
                 return None
-            errors.append(ratio(float((found.double() - expected.double()).norm()), float(expected.double().norm())))
-        is_muon = isinstance(references.fp64, MuonReference)
-        dtype = self._view.rule.momentum_dtype if is_muon else torch.float32
-        # Not max(): it may lose a NaN.
-        return Comparison(float(torch.tensor(errors, dtype=torch.float64).max()), tolerances.STATE[dtype])
+            error = ratio(float((found.double() - expected.double()).norm()), float(expected.double().norm()))
+            comparisons.append(Comparison(error, self._state_tolerance(key)))
+        return max(comparisons, key=lambda comparison: comparison.excess)
+
+    def _state_tolerance(self, key: str) -> float:
+        rule = self._view.rule
+        if key == ROW_VARIANCE:  # of squares of the iteration's results
+            return 2 * tolerances.AGAINST_SAME_DTYPE[rule.ns_dtype]
+        return tolerances.STATE[rule.momentum_dtype if key == "momentum_buffer" else torch.float32]
 
     def _diagnosis(self, evidence: Evidence) -> str:
         """Of the first bad step of a parameter: after it, state and reference have parted for good."""

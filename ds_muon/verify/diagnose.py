@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ds_muon.orthogonalize import reference_newton_schulz
-from ds_muon.verify.engine_view import MuonRule, Placed, ratio
+from ds_muon.verify.engine_view import ROW_VARIANCE, MuonRule, Placed, ratio
 from ds_muon.verify.record import UpdateRecord
-from ds_muon.verify.reference import muon_scale
+from ds_muon.verify.reference import RowNormalization, muon_scale
 
 UNKNOWN = "no known fault explains it"
 STALE = "stale rank"
@@ -37,6 +37,7 @@ SCALED_UPDATE = "wrong learning rate or scale"
 SIGN = "wrong sign"
 NESTEROV = "wrong blend of momentum and gradient"
 WEIGHT_DECAY = "weight decay of another rate"
+ROW_VARIANCE_OFF = "wrong row variance"
 ROUNDING = "rounding beyond the tolerance"
 RULE = "the single-process rule itself differs from the reference"
 
@@ -80,9 +81,13 @@ def diagnose(evidence: Evidence) -> str:
         return f"{STALE}: the model on rank {ranks} does not see the new weights"
     if record.gradient is not None and not record.gradient.ok:
         return _of_gradient(evidence)
-    if record.state is not None and not record.state.ok:
+    is_state_wrong = record.state is not None and not record.state.ok
+    # NorMuon's variance follows from the update: one that is wrong makes the other wrong.
+    if is_state_wrong and not _is_variance_alone(evidence):
         return _of_state(evidence)
     if record.against_same_dtype.ok:
+        if is_state_wrong:
+            return f"{ROW_VARIANCE_OFF}: it did not move once, by the squares of this step's result"
         if record.cosine > 0.99 and record.against_fp64.excess < 10:
             return f"{ROUNDING}: the single-process step in the same dtypes errs as much"
         return f"{RULE}: ds_muon.muon_update or the AdamW step in the same dtypes is as wrong"
@@ -100,6 +105,15 @@ def _of_gradient(evidence: Evidence) -> str:
 
 
 # ---- momentum and moments -------------------------------------------------------------------------------------------
+
+
+def _is_variance_alone(evidence: Evidence) -> bool:
+    """Whether NorMuon's variance is wrong, and the momentum right."""
+    if ROW_VARIANCE not in evidence.state_after:
+        return False
+    momentum = evidence.state_after["momentum_buffer"]
+    assert momentum is not None
+    return _left(evidence.reference_state["momentum_buffer"].double(), momentum.double()) < _STATE_FIT
 
 
 def _of_state(evidence: Evidence) -> str:
@@ -187,7 +201,15 @@ def _muon_predictions(evidence: Evidence) -> Iterator[tuple[str, Tensor]]:
     decayed = -group["lr"] * group["weight_decay"] * evidence.weight
     scale = -group["lr"] * muon_scale(evidence.rule.adjust_lr_fn, rows, cols)
     for text, orthogonal in faults.items():
-        yield text, decayed + scale * orthogonal()
+        yield text, decayed + scale * _normalized(orthogonal(), evidence)
+
+
+def _normalized(orthogonal: Tensor, evidence: Evidence) -> Tensor:
+    """By NorMuon's row variance, if there is one."""
+    variance, beta2 = evidence.state_before.get(ROW_VARIANCE), evidence.rule.beta2
+    if variance is None or beta2 is None:
+        return orthogonal
+    return RowNormalization(variance.double(), beta2)(orthogonal)
 
 
 def _direction(evidence: Evidence, *, nesterov: bool) -> Tensor:

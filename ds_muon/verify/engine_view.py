@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Keys of the optimizer's state that are checked, by whether Muon has the parameter.
-STATE_KEYS = {True: ("momentum_buffer",), False: ("exp_avg", "exp_avg_sq")}
+# NorMuon's state, which is not cut like a partition.
+ROW_VARIANCE = "row_variance"
 
 
 class CannotVerify(Exception):
@@ -37,7 +37,10 @@ class Placed:
 
 @dataclass(frozen=True)
 class MuonRule:
-    """The settings of Muon's update that are not in ``param_groups``, and the dtypes it runs in."""
+    """The settings of Muon's update that are not in ``param_groups``, and the dtypes it runs in.
+
+    ``beta2`` is NorMuon's; None for plain Muon.
+    """
 
     adjust_lr_fn: str
     ns_steps: int
@@ -46,6 +49,7 @@ class MuonRule:
     ns_dtype: torch.dtype
     ns_eps: float
     momentum_dtype: torch.dtype
+    beta2: float | None = None
 
 
 class EngineView:
@@ -128,7 +132,8 @@ class EngineView:
         """One line: the dtypes of model, sums, iteration and momentum."""
         names = [_short(t) for t in (self.zero.dtype, self.summed_in, self.rule.ns_dtype, self.rule.momentum_dtype)]
         model, sums, iteration, momentum = names
-        return f"{model} model, {sums} sums, {self.rule.ns_method} in {iteration}, {momentum} momentum"
+        variant = "" if self.rule.beta2 is None else ", NorMuon"
+        return f"{model} model, {sums} sums, {self.rule.ns_method} in {iteration}, {momentum} momentum{variant}"
 
     def owner(self, placed: Placed) -> int | None:
         return self._owners.get(placed.name)
@@ -149,12 +154,25 @@ class EngineView:
         return self._whole([(placed, [flats[placed.group].detach()]) for placed in self.placed])
 
     def states(self) -> list[dict[str, Tensor | None]]:
-        """Momentum or moments by their keys, in fp32; None where they are not laid out like the partition."""
-        wanted = [(placed, key) for placed in self.placed for key in STATE_KEYS[placed.use_muon]]
+        """Momentum or moments by their keys, in fp32; None where they cannot be read."""
+        wanted = [(placed, key) for placed in self.placed for key in self._partition_keys(placed)]
         readable = [(placed, key) for placed, key in wanted if self._is_readable(placed)]
         found = self._whole([(placed, [self._state_partition(placed, key)]) for placed, key in readable])
         by_name = {(placed.name, key): tensor for (placed, key), tensor in zip(readable, found, strict=True)}
-        return [{key: by_name.get((p.name, key)) for key in STATE_KEYS[p.use_muon]} for p in self.placed]
+        return [
+            {key: by_name.get((p.name, key)) for key in self._partition_keys(p)} | self._row_variance(p)
+            for p in self.placed
+        ]
+
+    def _partition_keys(self, placed: Placed) -> tuple[str, ...]:
+        """The keys of state that is cut like the partition."""
+        return ("momentum_buffer",) if placed.use_muon else ("exp_avg", "exp_avg_sq")
+
+    def _row_variance(self, placed: Placed) -> dict[str, Tensor | None]:
+        """This rank's copy of NorMuon's (rows,) state of a matrix, which every rank has whole."""
+        if not placed.use_muon or self.rule.beta2 is None:
+            return {}
+        return {ROW_VARIANCE: self.zero.row_variances[placed.group].of(placed.name).clone()}
 
     def averaged_gradients(self) -> list[Tensor | None]:
         """What ZeRO's reduction left of the gradients, unscaled, in fp32. Between reduction and ``step`` only.
@@ -239,6 +257,7 @@ def _dsmuon_rule(zero: Any) -> MuonRule:
         ns_dtype=resolved.dtype,
         ns_eps=resolved.eps,
         momentum_dtype=getattr(torch, config.momentum_dtype),
+        beta2=config.beta2 if config.variant == "normuon" else None,
     )
 
 

@@ -81,9 +81,9 @@ def _clipped_gradient(zero: Any, replace: _Replace) -> None:
     """Muon's gradients are scaled down where the norm of all gradients exceeds half of what it was at first."""
     limits: list[float] = []
 
-    def squared_norms(original: Callable[..., list[float]], gradients: list[Tensor]) -> list[float]:
+    def squared_norms(original: Callable[..., Tensor], gradients: list[Tensor]) -> Tensor:
         squares = original(gradients)
-        norm = math.sqrt(sum(squares))
+        norm = math.sqrt(float(squares.sum()))
         if math.isfinite(norm):
             limits.append(norm / 2)
             for gradient in _of_muon(zero, gradients):
@@ -121,9 +121,9 @@ def _not_averaged(zero: Any, replace: _Replace) -> None:
 def _momentum_twice(zero: Any, replace: _Replace) -> None:
     """The momentum takes in the same gradient two times."""
 
-    def advance(original: Callable[[int, Tensor], None], group_index: int, gradient: Tensor) -> None:
-        original(group_index, gradient.clone())
-        original(group_index, gradient)
+    def advance(original: Callable[..., None], group_index: int, gradient: Tensor, where: Tensor) -> None:
+        original(group_index, gradient.clone(), where)
+        original(group_index, gradient, where)
 
     replace("advance_momentum_", advance, zero.optimizer)
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ds_muon.orthogonalize import NewtonSchulz, orthogonalize, reference_newton_schulz, schedule
 from ds_muon.orthogonalize.newton_schulz import restart_blocks, uses_gram
-from ds_muon.update import advance_momentum_, muon_update
+from ds_muon.update import advance_momentum_, advance_row_variance, muon_update
 from ds_muon.verify import tolerances
-from ds_muon.verify.engine_view import MuonRule, Placed
+from ds_muon.verify.engine_view import ROW_VARIANCE, MuonRule, Placed
 
 Group = dict[str, Any]
 
@@ -44,15 +44,40 @@ def muon_change(weight: Tensor, orthogonal: Tensor, group: Group, rule: MuonRule
     return torch.mul(group["weight_decay"] * weight + update, -group["lr"])
 
 
+class RowNormalization:
+    """NorMuon's normalization of rows in fp64, with a variance of its own: arXiv:2510.05491, Algorithm 1.
+
+    Args:
+        variance: (rows,) fp64, to start from; replaced at each step.
+    """
+
+    def __init__(self, variance: Tensor, beta2: float) -> None:
+        self._variance = variance
+        self._beta2 = beta2
+
+    def __call__(self, orthogonal: Tensor) -> Tensor:
+        """Advance the variance by one (rows, cols) fp64 matrix and return it normalized."""
+        rows, cols = orthogonal.shape
+        self._variance = self._beta2 * self._variance + (1 - self._beta2) * orthogonal.square().mean(dim=1)
+        # A row that never moved is zero, and stays so.
+        normalized = orthogonal / self._variance.sqrt().clamp_min(torch.finfo(torch.float64).tiny).unsqueeze(1)
+        norm = torch.linalg.vector_norm(normalized).clamp_min(torch.finfo(torch.float64).tiny)
+        return normalized.mul_(math.sqrt(min(rows, cols)) / norm)
+
+
 class MuonReference:
     """Momentum of one matrix in fp64, the change it calls for, and what roundings may add to that.
 
     Args:
         momentum_buffer: (rows, cols) fp64, the momentum to start from; advanced in place.
         rule: settings, and the dtypes whose roundings are to be explained.
+        row_variance: (rows,) fp64, NorMuon's to start from; None for plain Muon.
     """
 
-    def __init__(self, momentum_buffer: Tensor, rule: MuonRule) -> None:
+    def __init__(self, momentum_buffer: Tensor, rule: MuonRule, row_variance: Tensor | None = None) -> None:
+        # One for the reference, and one for each of the disturbed ones: their variances part from the first step on.
+        counts = 0 if row_variance is None else 1 + tolerances.draws(tuple(momentum_buffer.shape))
+        self._normalize = [RowNormalization(row_variance, rule.beta2) for _ in range(counts)]  # type: ignore[arg-type]
         self.momentum_buffer = momentum_buffer
         self.variance = torch.zeros_like(momentum_buffer)
         self._rule = rule
@@ -75,7 +100,10 @@ class MuonReference:
         direction = gradient + mu * (m - gradient) if group["nesterov"] else m
         of_direction = self._advance_variance(variance, mu, group["nesterov"])
         of_direction += tolerances.stored_variance(direction, torch.float32)
-        change = muon_change(weight, self._orthogonal(direction), group, rule)
+        orthogonal = self._orthogonal(direction)
+        if self._normalize:
+            orthogonal = self._normalize[0](orthogonal)
+        change = muon_change(weight, orthogonal, group, rule)
         self._steps += 1
         return change, self._rounding(change, weight, direction, of_direction, group)
 
@@ -91,11 +119,13 @@ class MuonReference:
     def _rounding(self, change: Tensor, weight: Tensor, direction: Tensor, variance: Tensor, group: Group) -> float:
         generator = torch.Generator(device=direction.device).manual_seed(self._steps)
         draws = tolerances.draws(tuple(direction.shape))
-        differences = []
+        differences: list[float] = []
         for count in _chunks(draws, max(1, _BATCH_ELEMENTS // direction.numel())):
             noise = torch.empty((count, *direction.shape), dtype=direction.dtype, device=direction.device)
             disturbed = noise.normal_(generator=generator).mul_(variance.sqrt()).add_(direction)
             for orthogonal in self._rounded_orthogonal(disturbed, generator):
+                if self._normalize:
+                    orthogonal = self._normalize[1 + len(differences)](orthogonal)
                 differences.append(float((muon_change(weight, orthogonal, group, self._rule) - change).norm()))
         return tolerances.explained(differences)
 
@@ -165,8 +195,10 @@ class AdamWReference:
 class SameDtypeMuon:
     """``ds_muon.muon_update`` on the whole matrix, in the dtypes of the engine, applied to the fp32 weight."""
 
-    def __init__(self, placed: Placed, state: dict[str, Tensor], rule: MuonRule) -> None:
+    def __init__(self, state: dict[str, Tensor], rule: MuonRule) -> None:
         self.state = {"momentum_buffer": state["momentum_buffer"].to(rule.momentum_dtype)}
+        if ROW_VARIANCE in state:
+            self.state[ROW_VARIANCE] = state[ROW_VARIANCE].clone()
         self._rule = rule
         self._newton_schulz: dict[str, Any] = {
             "ns_steps": rule.ns_steps,
@@ -184,26 +216,33 @@ class SameDtypeMuon:
             momentum=group["momentum"],
             nesterov=group["nesterov"],
             adjust_lr_fn=self._rule.adjust_lr_fn,
+            row_variance=self.state.get(ROW_VARIANCE),
+            beta2=self._rule.beta2 or 0.0,
             **self._newton_schulz,
         )
         return _apply(weight, update, group)
 
     def new_weights_in_batches(
-        self, weight: Tensor, gradient: Tensor, before: Tensor, group: Group, most: int
+        self, weight: Tensor, gradient: Tensor, before: dict[str, Tensor | None], group: Group, most: int
     ) -> Iterator[Tensor]:
         """The same, had the matrix been orthogonalized in a batch of 2, 3, ... ``most`` of its shape.
 
-        A vendor's batched product may sum in another order for another number of matrices. ``before`` is the momentum
-        before the step; it and the state stay as they are.
+        A vendor's batched product may sum in another order for another number of matrices. ``before`` is the state
+        before the step; it and the reference's own stay as they are.
         """
         direction = gradient.clone()
-        momentum_buffer = before.to(self._rule.momentum_dtype, copy=True)
+        momentum, variance = before["momentum_buffer"], before.get(ROW_VARIANCE)
+        assert momentum is not None
+        momentum_buffer = momentum.to(self._rule.momentum_dtype, copy=True)
         advance_momentum_(direction, momentum_buffer, momentum=group["momentum"], nesterov=group["nesterov"])
         settings = NewtonSchulz.resolve(weight.device, **self._newton_schulz)
         scale = muon_scale(self._rule.adjust_lr_fn, *weight.shape)
         for count in range(2, most + 1):
-            output = orthogonalize([direction] * count, settings)[0]
-            yield _apply(weight, output.to(torch.float32).mul_(scale), group)
+            update = orthogonalize([direction] * count, settings)[0].to(torch.float32)
+            if variance is not None:
+                _, factors = advance_row_variance(update[None], variance[None], beta2=self._rule.beta2 or 0.0)
+                update.mul_(factors[0])
+            yield _apply(weight, update.mul_(scale), group)
 
 
 def _apply(weight: Tensor, update: Tensor, group: Group) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,9 +40,15 @@ def log_uniform(rows: int, cols: int, condition: float, seed: int = 0) -> Tensor
     return ((left * values) @ right.mT).float()
 
 
-def cut_into(size: int) -> Callable[..., Iterator[list[int]]]:
-    """In place of ``_chunks``: batches of ``size`` matrices, as on a GPU."""
-    return lambda indices, *_: (indices[start : start + size] for start in range(0, len(indices), size))
+def cut_into(size: int) -> Callable[..., Iterator[Sequence[int]]]:
+    """In place of ``batches``: up to ``size`` matrices of a shape at a time, as on a GPU."""
+
+    def batches(matrices: Sequence[Tensor], _: NewtonSchulz) -> Iterator[Sequence[int]]:
+        for shape in dict.fromkeys(matrix.shape for matrix in matrices):
+            indices = [index for index, matrix in enumerate(matrices) if matrix.shape == shape]
+            yield from (indices[start : start + size] for start in range(0, len(indices), size))
+
+    return batches
 
 
 def dominated(rows: int, cols: int, rest: float, seed: int) -> Tensor:
@@ -268,7 +275,7 @@ def test_a_batch_gives_every_matrix_its_own_result(monkeypatch: pytest.MonkeyPat
     shapes = [(6, 10), (10, 6), (6, 10), (8, 8), (6, 10), (10, 6), (6, 10), (8, 8)]
     matrices = [gaussian(*shape, seed=index) * 10.0**index for index, shape in enumerate(shapes)]
     for size in (1, 2, 3, 100):
-        monkeypatch.setattr(package, "_chunks", cut_into(size))
+        monkeypatch.setattr(package, "batches", cut_into(size))
         for matrix, output in zip(matrices, orthogonalize(matrices, NewtonSchulz.resolve(CPU)), strict=True):
             assert distance(output, reference_newton_schulz(matrix)) <= 1e-5
 
@@ -282,8 +289,8 @@ def test_a_non_finite_matrix_shows_and_leaves_the_others_alone(
     clean = [gaussian(17, 40, seed=seed) for seed in range(4)]
     sick = [matrix.clone() for matrix in clean]
     sick[1][3, 5] = poison
-    for chunk in (1, 4):
-        monkeypatch.setattr(package, "_chunks", cut_into(chunk))
+    for size in (1, 4):
+        monkeypatch.setattr(package, "batches", cut_into(size))
         expected, outputs = orthogonalize(clean, settings), orthogonalize(sick, settings)
         assert not outputs[1].isfinite().all()
         assert all(torch.equal(outputs[i], expected[i]) for i in (0, 2, 3))
@@ -381,7 +388,7 @@ def test_products_are_exact_inside_and_as_the_user_chose_afterwards(
             inside.extend(state_of_products()[-2:])
             return super().symmetric(a, b)
 
-    monkeypatch.setattr(package, "TorchOperations", Spy)
+    monkeypatch.setitem(package.BACKENDS, "torch", Spy)
     assert torch.equal(ns(gaussian(17, 40)), expected)
     assert inside and not {"high", "medium", "tf32", "bf16"} & set(inside)
     assert state_of_products() == chosen
@@ -483,22 +490,25 @@ def test_the_cost_is_the_operations_that_are_done(table: str, method: str, dtype
 @pytest.mark.parametrize("shape", [(64, 256), (256, 64), (100, 100)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("workspace", [1, 1 << 20, 1 << 30])
-def test_chunks_keep_to_the_workspace_and_lose_no_matrix(
+def test_batches_keep_to_the_workspace_and_lose_no_matrix(
     monkeypatch: pytest.MonkeyPatch, workspace: int, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
     monkeypatch.setattr(package, "WORKSPACE_BYTES", workspace)
     m, n = sorted(shape)
     # The fp32 copy; X before and after; R, Z, Q and one more of (m, m).
     per_matrix = 4 * m * n + dtype.itemsize * (2 * m * n + 4 * m * m)
-    indices = [5, 3, *range(10, 60)]
-    chunks = list(package._chunks(indices, torch.empty(shape, device="meta"), dtype))
-    assert [index for chunk in chunks for index in chunk] == indices
-    assert all(len(chunk) == 1 or len(chunk) * per_matrix <= workspace for chunk in chunks)
+    matrices = [torch.empty(shape if index % 2 else (7, 9), device="meta") for index in range(100)]
+    cut = list(package.batches(matrices, replace(NewtonSchulz.resolve(CPU), dtype=dtype)))
+    assert sorted(index for batch in cut for index in batch) == list(range(100))
+    odd = [batch for batch in cut if batch[0] % 2]
+    assert all(index % 2 for batch in odd for index in batch)
+    assert all(len(batch) == 1 or len(batch) * per_matrix <= workspace for batch in odd)
     # As few as the workspace allows.
-    assert len(chunks) == -(-len(indices) // max(1, workspace // per_matrix))
+    assert len(odd) == -(-50 // max(1, workspace // per_matrix))
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), ("cpu", torch.float16), ("meta", torch.float32)])
-def test_on_cpu_and_in_fp32_every_matrix_is_a_chunk_of_its_own(device: str, dtype: torch.dtype) -> None:
-    chunks = package._chunks([4, 2, 9], torch.empty(8, 8, device=device), dtype)
-    assert [list(chunk) for chunk in chunks] == [[4], [2], [9]]
+def test_on_cpu_and_in_fp32_every_matrix_is_a_batch_of_its_own(device: str, dtype: torch.dtype) -> None:
+    matrices = [torch.empty(8, 8, device=device)] * 3
+    cut = package.batches(matrices, replace(NewtonSchulz.resolve(CPU), dtype=dtype))
+    assert [list(batch) for batch in cut] == [[0], [1], [2]]

@@ -180,9 +180,9 @@ def count_orthogonalizations(shapes: list[tuple[int, ...]], config: dict[str, An
             p.use_muon = p.ndim == 2 and min(p.shape) > 1
     engine = start(model, config)
     ours: list[int] = []
-    original = ds_muon_zero.orthogonalize
+    original = ds_muon_zero.orthogonalize_batch
     with (
-        mock.patch.object(ds_muon_zero, "orthogonalize", lambda m, s: (ours.append(len(m)), original(m, s))[1]),
+        mock.patch.object(ds_muon_zero, "orthogonalize_batch", lambda m, s: (ours.append(len(m)), original(m, s))[1]),
         mock.patch.object(original_muon, "muon_update", side_effect=AssertionError("DeepSpeed's Muon ran")) as theirs,
     ):
         train_step(engine, exact_gradients(shapes, 0, engine.device))

@@ -1,0 +1,199 @@
+"""Evidence of a Newton-Schulz result that is not finite: the input, as it was before the kernel ran, in a file.
+
+Switched on by the environment, so that a running configuration need not change:
+
+    DS_MUON_NAN_CAPTURE=1            save such inputs, on any rank that sees one
+    DS_MUON_NAN_CAPTURE_DIR          where; default ./ds_muon_captures
+    DS_MUON_NAN_CAPTURE_RAISE        1 (default): stop after the step in which one was saved; 0: go on
+    DS_MUON_NAN_CAPTURE_MAX          files a rank may leave in the folder; default 10
+
+``ds-muon replay FILE`` says which backend is at fault.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.utils import logger
+from torch import Tensor
+
+from ds_muon.orthogonalize import NewtonSchulz
+
+# Of the file's content; raised when it changes.
+FORMAT = 1
+
+_SWITCH = "DS_MUON_NAN_CAPTURE"
+_DEFAULT_FOLDER, _DEFAULT_MAX = "ds_muon_captures", 10
+
+
+class NanCapture:
+    """What one rank saves. Needs no other rank, and never raises: a folder that cannot be written to is a warning.
+
+    Off, it costs one look at the environment a step. On, every batch is copied before it is orthogonalized, and the
+    host waits for its result.
+
+    Args:
+        rank: for the names of the files.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.saved: list[Path] = []
+        """The files of the current step."""
+        self._rank = rank
+        self._on = False
+        self._step = 0
+        self._warned = False
+
+    def start_step(self, step: int) -> None:
+        """Look at the environment: what is set now holds for this step."""
+        self._on = os.environ.get(_SWITCH) == "1"
+        self._step = step
+        self.saved.clear()
+
+    @property
+    def stops_training(self) -> bool:
+        """Whether a file was saved in this step, and the run is to end for it."""
+        return bool(self.saved) and os.environ.get(f"{_SWITCH}_RAISE", "1") != "0"
+
+    def keep(self, matrices: Sequence[Tensor]) -> list[Tensor]:
+        """Copies of what is about to be orthogonalized; none while the capture is off."""
+        return [matrix.clone() for matrix in matrices] if self._on else []
+
+    def save_nonfinite(
+        self, names: Sequence[str], kept: Sequence[Tensor], outputs: Tensor, settings: NewtonSchulz
+    ) -> None:
+        """Write a file for each matrix whose output is not finite.
+
+        Args:
+            names: the parameters of a batch.
+            kept: what ``keep`` returned for it.
+            outputs: (batch, rows, cols), as Newton-Schulz returned them.
+            settings: that it ran with.
+        """
+        if not kept:
+            return
+        finite = outputs.isfinite().flatten(start_dim=1).all(dim=1).tolist()
+        for name, matrix, output, is_finite in zip(names, kept, outputs, finite, strict=True):
+            if not is_finite:
+                try:
+                    self._save(self._content(name, matrix, output, settings))
+                except (OSError, RuntimeError, ValueError) as error:  # torch.save raises RuntimeError on a full disk
+                    self._warn(f"could not save the input of {name}: {error}")
+
+    def _save(self, content: dict[str, Any]) -> None:
+        folder = Path(os.environ.get(f"{_SWITCH}_DIR") or _DEFAULT_FOLDER)
+        most = int(os.environ.get(f"{_SWITCH}_MAX") or _DEFAULT_MAX)
+        folder.mkdir(parents=True, exist_ok=True)
+        if len(list(folder.glob(f"rank{self._rank}_*.pt"))) >= most:
+            self._warn(
+                f"{folder} holds {most} files of rank {self._rank} already, and no more are saved; "
+                f"remove some, or raise {_SWITCH}_MAX"
+            )
+            return
+        path = _unused_path(folder, self._rank, content["input"])
+        # Under another name until it is whole: a file that ends in .pt can be read.
+        unfinished = path.with_suffix(".part")
+        try:
+            torch.save(content, unfinished)
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+        self.saved.append(path)
+        name = content["name"]
+        logger.warning(f"[ds_muon] the update of {name} is not finite; its input is in {path}: ds-muon replay {path}")
+
+    def _content(self, name: str, matrix: Tensor, output: Tensor, settings: NewtonSchulz) -> dict[str, Any]:
+        return {
+            "ds_muon_capture": FORMAT,
+            "input": matrix.cpu(),
+            "output": output.contiguous().cpu(),
+            "name": name,
+            "rank": self._rank,
+            "step": self._step,
+            "settings": asdict(settings) | {"dtype": str(settings.dtype).removeprefix("torch.")},
+            "device": torch.cuda.get_device_name(matrix.device) if matrix.is_cuda else str(matrix.device),
+            "versions": {
+                "torch": str(torch.__version__),
+                "cuda": torch.version.cuda,
+                "deepspeed": deepspeed.__version__,
+            },
+        }
+
+    def _warn(self, problem: str) -> None:
+        """Once: the same problem comes with every matrix and step."""
+        if not self._warned:
+            logger.warning(f"[ds_muon] capture on rank {self._rank}: {problem}")
+        self._warned = True
+
+
+class CaptureError(ValueError):
+    """A file that is not a capture, or a damaged one."""
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What a file holds.
+
+    Attributes:
+        input: (rows, cols) fp32, as it was before the iteration; on CPU.
+        output: (rows, cols), what the iteration made of it.
+        name: the parameter.
+        rank, step: where and when.
+        settings: of the iteration; its backend need not be available here.
+        device: that it ran on.
+        versions: of the libraries.
+    """
+
+    input: Tensor
+    output: Tensor
+    name: str
+    rank: int
+    step: int
+    settings: NewtonSchulz
+    device: str
+    versions: dict[str, str | None]
+
+
+def read_capture(path: Path) -> Capture:
+    """Read a file that ``NanCapture`` wrote, without running any code in it.
+
+    Raises:
+        CaptureError: it cannot be read, is damaged, or is something else.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise CaptureError(f"{path}: {error.strerror or error}") from None
+    except Exception as error:  # whatever torch makes of a file that it did not write
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise CaptureError(f"{path} is damaged, or no capture: {reason}") from None
+    if not isinstance(content, dict) or "ds_muon_capture" not in content:
+        raise CaptureError(f"{path} is not a capture: it was saved by something else")
+    if content["ds_muon_capture"] != FORMAT:
+        raise CaptureError(f"{path} has format {content['ds_muon_capture']!r}; this version reads format {FORMAT}")
+    try:
+        settings = dict(content["settings"])
+        settings["dtype"] = getattr(torch, settings["dtype"])
+        settings["triples"] = tuple((float(a), float(b), float(c)) for a, b, c in settings["triples"])
+        fields = {key: content[key] for key in ("input", "output", "name", "rank", "step", "device", "versions")}
+        capture = Capture(settings=NewtonSchulz(**settings), **fields)
+        if capture.input.ndim != 2 or capture.input.shape != capture.output.shape:
+            raise ValueError("input and output are not matrices of one shape")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CaptureError(f"{path} is a damaged capture: {error!r}") from None
+    return capture
+
+
+def _unused_path(folder: Path, rank: int, matrix: Tensor) -> Path:
+    rows, cols = matrix.shape
+    now = int(1e3 * time.time())
+    while (path := folder / f"rank{rank}_{rows}x{cols}_pid{os.getpid()}_{now}.pt").exists():
+        now += 1
+    return path

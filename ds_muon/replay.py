@@ -1,0 +1,237 @@
+"""``ds-muon replay``: a captured input through every backend, dtype and form, beside the fp64 reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ds_muon.capture import Capture, CaptureError, read_capture
+from ds_muon.orthogonalize import BACKENDS, NewtonSchulz, orthogonalize, reference_newton_schulz
+from ds_muon.verify.tolerances import AGAINST_FP64
+
+# Of what rounding the input to the iteration's dtype alone changes, the iteration may change so many times as much: it
+# rounds after each of its products. Measured: up to 7.
+_ROUNDINGS = 16
+
+_HEADER = ("backend", "dtype", "form", "result", "error", "allowed", "orthogonality", "first bad iteration")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One run of the iteration on a captured input.
+
+    Attributes:
+        backend, dtype, form: what ran.
+        as_captured: whether that is what ran when the file was written.
+        error: relative Frobenius distance from the fp64 reference; NaN if the result is not finite.
+        allowed: what the rounding of this dtype explains.
+        orthogonality: ``||O O^T - I||_F / sqrt(m)``, with the smaller side m; the reference's own is printed beside it.
+        first_bad: the first iteration, from 1, after which the result is not finite or off; None if none is.
+        cannot_run: why there is no result; None if there is.
+    """
+
+    backend: str
+    dtype: str
+    form: str
+    as_captured: bool
+    error: float = math.nan
+    allowed: float = math.nan
+    orthogonality: float = math.nan
+    first_bad: int | None = None
+    cannot_run: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.allowed  # a NaN is not
+
+    @property
+    def result(self) -> str:
+        if self.cannot_run is not None:
+            return f"cannot run here: {self.cannot_run}"
+        return "right" if self.ok else "not finite" if math.isnan(self.error) else "WRONG"
+
+    def __str__(self) -> str:
+        return f"the {self.backend} backend in {self.dtype}, {self.form} form"
+
+
+class _Reference:
+    """The fp64 results for one input: after each number of iterations, and for the input rounded to a dtype."""
+
+    def __init__(self, matrix: Tensor, settings: NewtonSchulz) -> None:
+        self._matrix = matrix.double()
+        self._triples = settings.triples
+        self.after = cache(self._after)
+        self.rounding = cache(self._rounding)
+
+    def _after(self, steps: int) -> Tensor:
+        return self._run(self._matrix, steps)
+
+    def _rounding(self, dtype: torch.dtype) -> float:
+        """What rounding the normalized input to ``dtype`` changes, relatively."""
+        exact = self.after(len(self._triples))
+        norm = torch.linalg.vector_norm(self._matrix).clamp_min(torch.finfo(torch.float64).tiny)
+        rounded = (self._matrix / norm).to(dtype).double()
+        return _distance(self._run(rounded, len(self._triples)), exact)
+
+    def _run(self, matrix: Tensor, steps: int) -> Tensor:
+        return reference_newton_schulz(matrix, ns_steps=steps, ns_coefficients=self._triples[:steps])
+
+
+def attempts(capture: Capture, device: torch.device) -> Iterator[Attempt]:
+    """Run the input on everything that can run here; what the file was written with comes first.
+
+    Args:
+        capture: with a finite input.
+        device: to run on.
+    """
+    matrix, captured = capture.input.to(device), capture.settings
+    reference = _Reference(matrix, captured)
+    others = [
+        replace(captured, backend=backend, dtype=dtype, method=method)
+        for backend in BACKENDS
+        for dtype in AGAINST_FP64
+        for method in ("gram", "standard")
+    ]
+    # "gram" means the standard form where that is better: each form once.
+    distinct = {_key(settings, matrix): settings for settings in [captured, *others]}
+    for key, settings in distinct.items():
+        yield _attempt(matrix, settings, reference, key == _key(captured, matrix))
+
+
+def _key(settings: NewtonSchulz, matrix: Tensor) -> tuple[str, str, str]:
+    rows, cols = matrix.shape
+    return settings.backend, str(settings.dtype).removeprefix("torch."), settings.form(rows, cols)
+
+
+def _attempt(matrix: Tensor, settings: NewtonSchulz, reference: _Reference, as_captured: bool) -> Attempt:
+    steps = len(settings.triples)
+    attempt = Attempt(*_key(settings, matrix), as_captured)
+    if settings.backend not in BACKENDS:
+        return replace(attempt, cannot_run="no such backend")
+    try:
+        (output,) = orthogonalize([matrix], settings)
+    except Exception as error:  # what a kernel makes of a device that it was not written for
+        return replace(attempt, cannot_run=str(error).splitlines()[0])
+    attempt = replace(
+        attempt,
+        error=_distance(output.double(), reference.after(steps)),
+        allowed=AGAINST_FP64[settings.dtype] + _ROUNDINGS * reference.rounding(settings.dtype),
+        orthogonality=orthogonality_error(output),
+    )
+    return attempt if attempt.ok else replace(attempt, first_bad=_first_bad(matrix, settings, reference, attempt))
+
+
+def _first_bad(matrix: Tensor, settings: NewtonSchulz, reference: _Reference, attempt: Attempt) -> int | None:
+    for steps in range(1, len(settings.triples) + 1):
+        (output,) = orthogonalize([matrix], replace(settings, triples=settings.triples[:steps]))
+        if not _distance(output.double(), reference.after(steps)) <= attempt.allowed:
+            return steps
+    return None  # this time it was right
+
+
+def orthogonality_error(matrix: Tensor) -> float:
+    """``||O O^T - I||_F / sqrt(m)`` of a (rows, cols) matrix, in fp64, with the smaller side m."""
+    o = matrix.double()
+    o = o.mT if o.shape[0] > o.shape[1] else o
+    gram = o @ o.mT
+    gram.diagonal().sub_(1)
+    return float(torch.linalg.vector_norm(gram)) / math.sqrt(o.shape[0])
+
+
+def _distance(found: Tensor, expected: Tensor) -> float:
+    """Relative; NaN if ``found`` is not finite. Of a zero matrix nothing may be left."""
+    size = float(torch.linalg.vector_norm(expected))
+    distance = float(torch.linalg.vector_norm(found - expected))
+    return math.nan if not math.isfinite(distance) else distance / size if size else distance
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+ALL_RIGHT, AT_FAULT, UNREADABLE = 0, 1, 2
+
+
+def replay(paths: list[Path]) -> int:
+    """Print a table and a verdict for each file.
+
+    Returns:
+        The exit code: 0 if everything that ran was right, 1 if something is at fault, 2 if a file could not be read.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    codes = [ALL_RIGHT]
+    for path in paths:
+        print(f"{path}")
+        try:
+            codes.append(_replay_one(read_capture(path), device))
+        except CaptureError as error:
+            print(f"  {error}\n")
+            codes.append(UNREADABLE)
+    return max(codes)
+
+
+def _replay_one(capture: Capture, device: torch.device) -> int:
+    (rows, cols), settings = capture.input.shape, capture.settings
+    backend, dtype, form = _key(settings, capture.input)
+    outcome = "finite" if capture.output.isfinite().all() else "not finite"
+    versions = ", ".join(f"{name} {version}" for name, version in capture.versions.items() if version)
+    print(f"  {capture.name} ({rows} x {cols}), rank {capture.rank}, step {capture.step}: the output was {outcome}")
+    print(f"  {backend} backend, {dtype}, {form} form, {len(settings.triples)} steps; {capture.device}; {versions}")
+    bad = int(capture.input.isfinite().logical_not().sum())
+    if bad:
+        print(
+            f"\n  INPUT: {bad} of its {rows * cols} elements are not finite. The fault lies before Newton-Schulz, "
+            "in the gradient or the momentum\n"
+        )
+        return AT_FAULT
+    reference = reference_newton_schulz(capture.input, ns_steps=len(settings.triples), ns_coefficients=settings.triples)
+    if not reference.isfinite().all():
+        print("\n  COEFFICIENTS: the polynomials diverge on this input in fp64 as well\n")
+        return AT_FAULT
+    own = orthogonality_error(reference)
+    print(f"  replayed on {device.type}; the fp64 reference's own orthogonality error is {own:.2g}\n")
+    print("  " + _line(_HEADER))
+    results = []
+    for attempt in attempts(capture, device):  # large matrices take their time: each line as it comes
+        results.append(attempt)
+        print("  " + _line(_cells(attempt)), flush=True)
+    print(f"\n  {verdict(results)}\n")
+    return ALL_RIGHT if all(attempt.ok or attempt.cannot_run for attempt in results) else AT_FAULT
+
+
+def _cells(attempt: Attempt) -> tuple[str, ...]:
+    name = attempt.backend + ("*" if attempt.as_captured else "")
+    if attempt.cannot_run is not None:
+        return (name, attempt.dtype, attempt.form, attempt.result)
+    numbers = (f"{attempt.error:.1e}", f"{attempt.allowed:.1e}", f"{attempt.orthogonality:.2g}")
+    return (name, attempt.dtype, attempt.form, attempt.result, *numbers, str(attempt.first_bad or "-"))
+
+
+def _line(cells: tuple[str, ...]) -> str:
+    widths = (10, 10, 10, 12, 10, 10, 15, 0)
+    return "".join(f"{cell:<{width}}" for cell, width in zip(cells, widths)).rstrip()  # noqa: B905  short lines end early
+
+
+def verdict(results: list[Attempt]) -> str:
+    """Which backend is at fault, in one line."""
+    captured = next(attempt for attempt in results if attempt.as_captured)
+    right = [attempt for attempt in results if attempt.ok]
+    wrong = [
+        attempt for attempt in results if not attempt.ok and attempt.cannot_run is None and not attempt.as_captured
+    ]
+    also = f". Also at fault: {'; '.join(map(str, wrong))}" if wrong else ""
+    if captured.cannot_run is not None:
+        return (
+            f"NOT REPLAYED: {captured} cannot run here (*); {len(right)} of {len(results) - 1} others are right{also}"
+        )
+    if captured.ok:
+        return (
+            f"NOT REPRODUCED: {captured} (*) is right here. What went wrong was of that moment: another device or "
+            f"driver, or memory that something else wrote to{also}"
+        )
+    start = "" if captured.first_bad is None else f" from iteration {captured.first_bad} on"
+    return f"AT FAULT: {captured} (*), {captured.result}{start}{also}"

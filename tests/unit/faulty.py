@@ -1,0 +1,51 @@
+"""A Newton-Schulz backend that returns NaN for matrices of one shape, on the ranks and in the steps it is told to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from ds_muon.orthogonalize import BACKENDS
+from ds_muon.orthogonalize.torch_backend import TorchOperations
+
+
+class Faulty(TorchOperations):
+    """Torch's products; the last one of the iteration returns a NaN for matrices of sorted shape ``sick``."""
+
+    sick: tuple[int, int] | None = None
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        return self._poisoned(super().product(a, b))
+
+    def product_plus(self, a: Tensor, b: Tensor, c: Tensor, *, beta: float) -> Tensor:
+        return self._poisoned(super().product_plus(a, b, c, beta=beta))
+
+    def _poisoned(self, x: Tensor) -> Tensor:
+        if tuple(x.shape[-2:]) == self.sick:
+            x[..., 0, 0] = torch.nan
+        return x
+
+
+@contextmanager
+def faulty_backend(engine: Any) -> Iterator[None]:
+    """Within this context the engine's backend is ``Faulty``, which is well until ``sick`` is set."""
+    zero = engine.optimizer
+    with mock.patch.dict(BACKENDS, {"faulty": Faulty}):
+        zero.newton_schulz = replace(zero.newton_schulz, backend="faulty")
+        try:
+            yield
+        finally:
+            Faulty.sick = None
+
+
+@contextmanager
+def sick(shape: tuple[int, int] | None) -> Iterator[None]:
+    """Within this context matrices of ``shape`` come out with a NaN."""
+    with mock.patch.object(Faulty, "sick", None if shape is None else tuple(sorted(shape))):
+        yield

@@ -1,0 +1,248 @@
+"""Captured inputs: what is saved, when, under which name; and what happens where it cannot be."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_muon.capture import CaptureError, NanCapture, read_capture
+from ds_muon.guard import NonFiniteUpdate
+from ds_muon.orthogonalize import NewtonSchulz
+from tests.unit.faulty import faulty_backend, sick
+from tests.unit.models import PrescribedGradients, ds_config, start, train_step
+from tests.unit.ranks import run_ranks
+from tests.unit.test_step import exact_gradients
+
+SHAPES = [(30, 20), (8, 8), (5,)]
+SETTINGS = NewtonSchulz.resolve(torch.device("cpu"))
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    return {"DS_MUON_NAN_CAPTURE": "1", "DS_MUON_NAN_CAPTURE_DIR": str(folder), **more}
+
+
+def matrices(count: int = 1) -> Tensor:
+    return torch.randn(count, 4, 6, generator=torch.Generator().manual_seed(0))
+
+
+def with_nan(batch: Tensor) -> Tensor:
+    batch = batch.clone()
+    batch[:, 1, 2] = torch.nan
+    return batch
+
+
+def capture_one(monkeypatch: pytest.MonkeyPatch, folder: Path, **more: str) -> NanCapture:
+    for key, value in environment(folder, **more).items():
+        monkeypatch.setenv(key, value)
+    capture = NanCapture(rank=3)
+    capture.start_step(7)
+    kept = capture.keep(list(matrices()))
+    capture.save_nonfinite(["layer.weight"], kept, with_nan(matrices()), SETTINGS)
+    return capture
+
+
+def test_a_file_holds_input_output_settings_and_versions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (path,) = capture_one(monkeypatch, tmp_path).saved
+    content = torch.load(path, weights_only=True)
+    assert content["versions"]["torch"] == torch.__version__
+    capture = read_capture(path)
+    assert torch.equal(capture.input, matrices()[0])
+    assert torch.allclose(capture.output, with_nan(matrices())[0], rtol=0, atol=0, equal_nan=True)
+    assert (capture.name, capture.rank, capture.step, capture.settings) == ("layer.weight", 3, 7, SETTINGS)
+
+
+def test_files_are_named_by_rank_shape_pid_and_time_and_never_overwritten(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("ds_muon.capture.time.time", lambda: 12.3456)
+    paths = [capture_one(monkeypatch, tmp_path).saved[0] for _ in range(3)]
+    pid = os.getpid()
+    assert [path.name for path in paths] == [f"rank3_4x6_pid{pid}_{12345 + i}.pt" for i in range(3)]
+    assert sorted(tmp_path.iterdir()) == paths  # and no unfinished one is left
+
+
+def test_only_what_is_not_finite_is_saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for key, value in environment(tmp_path).items():
+        monkeypatch.setenv(key, value)
+    capture = NanCapture(rank=0)
+    capture.start_step(1)
+    batch = matrices(3)
+    outputs = batch.clone()
+    outputs[1, 0, 0] = -torch.inf
+    capture.save_nonfinite(["a", "b", "c"], capture.keep(list(batch)), outputs, SETTINGS)
+    (path,) = capture.saved
+    assert read_capture(path).name == "b" and torch.equal(read_capture(path).input, batch[1])
+
+
+@pytest.mark.parametrize("switch", [None, "0", ""])
+def test_off_it_copies_and_writes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, switch: str | None) -> None:
+    monkeypatch.setenv("DS_MUON_NAN_CAPTURE_DIR", str(tmp_path))
+    monkeypatch.delenv("DS_MUON_NAN_CAPTURE", raising=False)
+    if switch is not None:
+        monkeypatch.setenv("DS_MUON_NAN_CAPTURE", switch)
+    capture = NanCapture(rank=0)
+    with mock.patch("ds_muon.capture.os.environ.get", wraps=os.environ.get) as look:
+        capture.start_step(1)
+        assert capture.keep(list(matrices())) == []
+        capture.save_nonfinite(["a"], [], with_nan(matrices()), SETTINGS)
+        assert not capture.stops_training
+    assert look.call_count == 1 and list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_leaves_ten_files_or_as_many_as_it_is_told_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with mock.patch("ds_muon.capture.logger.warning"):
+        for _ in range(12):
+            capture_one(monkeypatch, tmp_path)
+        assert len(list(tmp_path.iterdir())) == 10
+        capture_one(monkeypatch, tmp_path, DS_MUON_NAN_CAPTURE_MAX="11")
+        assert len(list(tmp_path.iterdir())) == 11
+    with mock.patch("ds_muon.capture.logger.warning") as warning:
+        capture = capture_one(monkeypatch, tmp_path, DS_MUON_NAN_CAPTURE_MAX="11")
+    assert not capture.stops_training  # without evidence
+    ((text,),) = [call.args for call in warning.call_args_list]
+    assert "holds 11 files of rank 3" in text and "DS_MUON_NAN_CAPTURE_MAX" in text
+
+
+@pytest.mark.parametrize("obstacle", ["file in place of the folder", "no number", "full disk"])
+def test_what_cannot_be_saved_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, obstacle: str) -> None:
+    folder, more = tmp_path / "captures", {}
+    if obstacle == "file in place of the folder":
+        folder.write_text("")
+    elif obstacle == "no number":
+        more = {"DS_MUON_NAN_CAPTURE_MAX": "many"}
+    else:
+        monkeypatch.setattr("ds_muon.capture.torch.save", mock.Mock(side_effect=RuntimeError("no space left")))
+    with mock.patch("ds_muon.capture.logger.warning") as warning:
+        capture = capture_one(monkeypatch, folder, **more)
+    assert capture.saved == [] and not capture.stops_training
+    ((text,),) = [call.args for call in warning.call_args_list]
+    assert "could not save the input of layer.weight" in text and "rank 3" in text
+    assert not folder.is_dir() or list(folder.iterdir()) == []
+
+
+def test_a_problem_is_warned_of_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for key, value in environment(tmp_path / "file" / "folder").items():
+        monkeypatch.setenv(key, value)
+    (tmp_path / "file").write_text("")
+    capture = NanCapture(rank=0)
+    with mock.patch("ds_muon.capture.logger.warning") as warning:
+        for step in range(3):
+            capture.start_step(step)
+            capture.save_nonfinite(["a"], capture.keep(list(matrices())), with_nan(matrices()), SETTINGS)
+    assert warning.call_count == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "damaged, or no capture"),
+        (b"not a torch file", "damaged, or no capture"),
+        ({"weights": 1}, "saved by something else"),
+        ([1], "saved by something else"),
+        ({"ds_muon_capture": 99}, "has format 99"),
+        ({"ds_muon_capture": 1}, "damaged capture"),
+        ({"ds_muon_capture": 1, "settings": {"dtype": "float31"}}, "damaged capture"),
+    ],
+)
+def test_a_damaged_or_foreign_file_is_a_clear_error(tmp_path: Path, content: Any, problem: str) -> None:
+    path = tmp_path / "file.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(content, path)
+    with pytest.raises(CaptureError, match=problem) as caught:
+        read_capture(path)
+    assert str(path) in str(caught.value)
+
+
+def test_half_a_file_and_none_are_clear_errors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (path,) = capture_one(monkeypatch, tmp_path).saved
+    path.write_bytes(path.read_bytes()[:-500])
+    with pytest.raises(CaptureError, match="damaged, or no capture"):
+        read_capture(path)
+    with pytest.raises(CaptureError, match="No such file"):
+        read_capture(tmp_path / "nothing.pt")
+
+
+# ---- in a step ------------------------------------------------------------------------------------------------------
+
+
+def captured_step(config: dict[str, Any], env: dict[str, str], overwrite: bool = False) -> dict[str, Any]:
+    """One step in which the (30, 20) matrix comes out with a NaN."""
+    from ds_muon import zero as ds_muon_zero
+
+    engine = start(PrescribedGradients(SHAPES), config)
+    gradients = exact_gradients(SHAPES, 0, engine.device)
+    original = ds_muon_zero.orthogonalize_batch
+
+    def overwriting(inputs: list[Tensor], settings: NewtonSchulz) -> Tensor:
+        outputs = original(inputs, settings)
+        for matrix in inputs:
+            matrix.fill_(torch.nan)
+        return outputs
+
+    batch = overwriting if overwrite else original
+    raised = None
+    with (
+        faulty_backend(engine),
+        sick((30, 20)),
+        mock.patch.dict(os.environ, env),
+        mock.patch.object(ds_muon_zero, "orthogonalize_batch", batch),
+    ):
+        try:
+            train_step(engine, gradients)
+        except NonFiniteUpdate as error:
+            raised = str(error)
+    # Nesterov's blend, from zero momentum: (1 - m) G + m (1 - m) G.
+    torch.distributed.all_reduce(gradients[0])
+    blend = gradients[0] / torch.distributed.get_world_size() * (0.05 + 0.95 * 0.05)
+    owner = next(m.owner for m in engine.optimizer.plan.matrices if m.name == "p0")
+    torch.distributed.barrier()
+    return {"raised": raised, "skipped": engine.skipped_steps, "blend": blend.cpu(), "owner": owner}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_owner_saves_the_whole_input_as_it_was_before_the_kernel(
+    tmp_path: Path, world_size: int, overwrite: bool
+) -> None:
+    env = environment(tmp_path, DS_MUON_NAN_CAPTURE_RAISE="0")
+    config = ds_config({"nan_guard": "skip"})
+    ranks = run_ranks(world_size, captured_step, config, env, overwrite)
+    (path,) = tmp_path.iterdir()
+    capture = read_capture(path)
+    assert capture.name == "p0" and capture.rank == ranks[0]["owner"] and capture.step == 1
+    assert (capture.input - ranks[0]["blend"]).norm() <= 1e-6 * ranks[0]["blend"].norm()
+    assert not capture.output.isfinite().all() and capture.settings.backend == "faulty"
+    assert all(found["raised"] is None and found["skipped"] == 1 for found in ranks)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("guard", ["skip", "raise"])
+def test_a_capture_stops_all_ranks_with_one_error_that_names_the_file(tmp_path: Path, guard: str) -> None:
+    ranks = run_ranks(2, captured_step, ds_config({"nan_guard": guard}), environment(tmp_path))
+    (path,) = tmp_path.iterdir()
+    (text,) = {found["raised"] for found in ranks}
+    assert "p0 (30 x 20) is not finite" in text and f"ds-muon replay {path}" in text
+
+
+@pytest.mark.ranks
+def test_without_the_guard_the_rank_that_saved_stops_alone(tmp_path: Path) -> None:
+    (found,) = run_ranks(1, captured_step, ds_config(), environment(tmp_path))
+    assert "nan_guard is off: rank 0 stops alone" in found["raised"]
+    (path,) = tmp_path.iterdir()
+    assert str(path) in found["raised"]
+
+
+@pytest.mark.ranks
+def test_a_folder_that_cannot_be_written_to_stops_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    ranks = run_ranks(2, captured_step, ds_config({"nan_guard": "skip"}), environment(tmp_path / "file"))
+    assert all(found["raised"] is None and found["skipped"] == 1 for found in ranks)

@@ -1,0 +1,168 @@
+"""``ds-muon replay``: which backend is at fault, by a captured input."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_muon import cli
+from ds_muon.capture import Capture, NanCapture
+from ds_muon.orthogonalize import BACKENDS, COEFFICIENTS, NewtonSchulz
+from ds_muon.replay import attempts, orthogonality_error
+from tests.unit.faulty import Faulty, sick
+from tests.unit.test_newton_schulz import dominated, gaussian, log_uniform
+
+CPU = torch.device("cpu")
+
+
+def capture_of(matrix: Tensor, settings: NewtonSchulz) -> Capture:
+    output = torch.full_like(matrix, torch.nan)
+    return Capture(matrix, output, "layer.weight", 1, 9, settings, "cpu", {"torch": "2"})
+
+
+def saved(folder: Path, monkeypatch: pytest.MonkeyPatch, matrix: Tensor, settings: NewtonSchulz) -> Path:
+    monkeypatch.setenv("DS_MUON_NAN_CAPTURE", "1")
+    monkeypatch.setenv("DS_MUON_NAN_CAPTURE_DIR", str(folder))
+    capture = NanCapture(rank=1)
+    capture.start_step(9)
+    output = torch.full_like(matrix, torch.nan)[None]
+    capture.save_nonfinite(["layer.weight"], capture.keep([matrix]), output, settings)
+    return capture.saved[0]
+
+
+class BadFromTheThird(Faulty):
+    """Bad from its third iteration on, in whatever form."""
+
+    def __init__(self) -> None:
+        self._iterations = 0
+
+    def symmetric_plus(self, a: Tensor, b: Tensor, c: Tensor, *, alpha: float, beta: float) -> Tensor:
+        # The standard form makes one such product per iteration.
+        self._iterations += 1
+        return super().symmetric_plus(a, b, c, alpha=alpha, beta=beta) * (torch.nan if self._iterations == 3 else 1)
+
+
+# ---- attempts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("shape", "count"), [((24, 24), 3), ((24, 40), 6), ((40, 24), 6)])
+def test_every_dtype_and_form_is_tried_once_and_the_captured_one_first(shape: tuple[int, int], count: int) -> None:
+    settings = NewtonSchulz.resolve(CPU, ns_dtype="bfloat16")
+    found = list(attempts(capture_of(gaussian(*shape), settings), CPU))
+    assert len(found) == len({(a.backend, a.dtype, a.form) for a in found}) == count * len(BACKENDS)
+    assert [a.as_captured for a in found] == [True] + [False] * (len(found) - 1)
+    assert (found[0].dtype, found[0].form) == ("bfloat16", "standard" if shape == (24, 24) else "gram")
+
+
+SPECTRA = {
+    "gaussian": lambda r, c: gaussian(r, c),
+    "condition 1e4": lambda r, c: log_uniform(r, c, 1e4),
+    "condition 1e7": lambda r, c: log_uniform(r, c, 1e7),
+    "one direction": lambda r, c: dominated(r, c, 1e-3, 0),
+    "rank one": lambda r, c: dominated(r, c, 0.0, 0),
+    "tiny": lambda r, c: gaussian(r, c) * 1e-25,
+    "zero": lambda r, c: torch.zeros(r, c),
+}
+
+
+@pytest.mark.parametrize("spectrum", SPECTRA)
+@pytest.mark.parametrize("coefficients", ["quintic", "you", "cubic"])
+@pytest.mark.parametrize("shape", [(2, 3), (8, 64), (33, 33), (64, 20), (100, 130)])
+def test_healthy_backends_are_right_on_any_spectrum(spectrum: str, coefficients: str, shape: tuple[int, int]) -> None:
+    settings = NewtonSchulz.resolve(CPU, ns_coefficients=coefficients)
+    found = list(attempts(capture_of(SPECTRA[spectrum](*shape), settings), CPU))
+    assert all(a.ok and a.first_bad is None for a in found), [a for a in found if not a.ok]
+
+
+def test_the_backend_at_fault_is_named_with_its_first_bad_iteration() -> None:
+    with mock.patch.dict(BACKENDS, {"bad": BadFromTheThird}):
+        settings = NewtonSchulz.resolve(CPU, ns_backend="bad", ns_method="standard")
+        found = list(attempts(capture_of(gaussian(20, 30), settings), CPU))
+    assert found[0].as_captured and not found[0].ok and found[0].first_bad == 3 and found[0].result == "not finite"
+    assert all(a.ok for a in found if a.backend != "bad")
+
+
+def test_a_backend_that_is_not_here_is_said_not_to_be() -> None:
+    settings = replace(NewtonSchulz.resolve(CPU), backend="gone")
+    found = list(attempts(capture_of(gaussian(20, 30), settings), CPU))
+    assert found[0].result == "cannot run here: no such backend" and all(a.ok for a in found[1:])
+
+
+def test_a_backend_that_fails_here_says_why() -> None:
+    class Failing(Faulty):
+        def symmetric(self, a: Tensor, b: Tensor) -> Tensor:
+            raise RuntimeError("needs a GPU\nand more")
+
+    with mock.patch.dict(BACKENDS, {"failing": Failing}):
+        settings = NewtonSchulz.resolve(CPU, ns_backend="failing")
+        assert next(attempts(capture_of(gaussian(20, 30), settings), CPU)).result == "cannot run here: needs a GPU"
+
+
+def test_orthogonality_error_is_zero_for_orthogonal_rows_or_columns() -> None:
+    q, _ = torch.linalg.qr(gaussian(9, 9).double())
+    for matrix in (q, q[:4], q[:, :4]):
+        assert orthogonality_error(matrix) < 1e-14
+    assert orthogonality_error(2 * q[:4]) == pytest.approx(3.0)
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_finds_the_backend_at_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(BACKENDS, "faulty", Faulty)
+    settings = NewtonSchulz.resolve(CPU, ns_backend="faulty", ns_dtype="float16")
+    path = saved(tmp_path, monkeypatch, gaussian(20, 30), settings)
+    with sick((20, 30)):
+        assert cli.main(["replay", str(path)]) == 1
+    out = capsys.readouterr().out
+    assert "layer.weight (20 x 30), rank 1, step 9: the output was not finite" in out
+    assert "AT FAULT: the faulty backend in float16, gram form (*), not finite from iteration 1 on" in out
+
+
+def test_what_is_right_here_was_of_the_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = saved(tmp_path, monkeypatch, gaussian(20, 30), NewtonSchulz.resolve(CPU))
+    assert cli.main(["replay", str(path), str(path)]) == 0
+    assert capsys.readouterr().out.count("NOT REPRODUCED: the torch backend in float32, gram form (*)") == 2
+
+
+def test_an_input_that_is_not_finite_and_coefficients_that_diverge_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sick_input = gaussian(20, 30)
+    sick_input[3] = torch.inf
+    path = saved(tmp_path, monkeypatch, sick_input, NewtonSchulz.resolve(CPU))
+    assert cli.main(["replay", str(path)]) == 1
+    assert "INPUT: 30 of its 600 elements are not finite" in capsys.readouterr().out
+    wild = NewtonSchulz.resolve(CPU, ns_coefficients=[[50.0, -10.0, 30.0]], ns_steps=30)
+    path = saved(tmp_path, monkeypatch, gaussian(20, 30), wild)
+    assert cli.main(["replay", str(path)]) == 1
+    assert "COEFFICIENTS: the polynomials diverge" in capsys.readouterr().out
+
+
+def test_a_file_that_cannot_be_read_is_told_and_the_others_are_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = saved(tmp_path, monkeypatch, gaussian(8, 8), NewtonSchulz.resolve(CPU))
+    (tmp_path / "bad.pt").write_text("hello")
+    assert cli.main(["replay", str(tmp_path / "bad.pt"), str(good)]) == 2
+    out = capsys.readouterr().out
+    assert "bad.pt is damaged, or no capture" in out and "NOT REPRODUCED" in out
+
+
+@pytest.mark.parametrize("table", COEFFICIENTS)
+def test_captures_of_every_table_survive_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], table: str
+) -> None:
+    settings = NewtonSchulz.resolve(CPU, ns_coefficients=table, ns_steps=8, ns_dtype="bfloat16", ns_method="standard")
+    path = saved(tmp_path, monkeypatch, gaussian(20, 30), settings)
+    cli.main(["replay", str(path)])
+    assert "torch backend, bfloat16, standard form, 8 steps" in capsys.readouterr().out
