@@ -37,6 +37,7 @@ class RowVariance:
         self._process_group = process_group
         self._advanced = torch.zeros_like(current)
         self._rows: dict[str, tuple[int, int]] = {}
+        self._where: dict[tuple[str, ...], Tensor] = {}
         start = 0
         for name, (rows, _) in shapes:
             self._rows[name] = (start, rows)
@@ -50,17 +51,25 @@ class RowVariance:
         """Stage the moments of some matrices and return the factor of each row.
 
         Args:
-            names: the matrices.
+            names: the matrices, all of one shape.
             orthogonal: (len(names), rows, cols), any float dtype; not modified.
 
         Returns:
             (len(names), rows, 1) fp32.
         """
-        before = torch.stack([self.of(name) for name in names])
+        where = self._indices(tuple(names))
+        before = self._current.view(-1)[where]
         advanced, factors = advance_row_variance(orthogonal, before, beta2=self._beta2)
-        for name, moments in zip(names, advanced, strict=True):
-            self._advanced.view(-1).narrow(0, *self._rows[name]).copy_(moments)
+        self._advanced.view(-1)[where] = advanced
         return factors
+
+    def _indices(self, names: tuple[str, ...]) -> Tensor:
+        """Where the rows of some matrices lie: (len(names), rows) int64. Kept, for the same batches come every step."""
+        if names not in self._where:
+            starts = torch.tensor([self._rows[name][0] for name in names])
+            rows = torch.arange(self._rows[names[0]][1])
+            self._where[names] = (starts[:, None] + rows).to(self._current.device)
+        return self._where[names]
 
     def agree(self) -> None:
         """Bring the staged moments of all ranks together. A collective, and exact: one rank stages a row."""

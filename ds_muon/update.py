@@ -105,7 +105,7 @@ def advance_row_variance(orthogonal: Tensor, row_variance: Tensor, *, beta2: flo
     advanced = (row_variance.to(torch.float64) * beta2).add_(squares / cols, alpha=1 - beta2).to(torch.float32)
     root = advanced.to(torch.float64).sqrt_().add_(_ROW_EPS)
     norm = (squares / root.square()).sum(dim=-1, keepdim=True).sqrt_()
-    factors = math.sqrt(min(rows, cols)) / (root * norm.clamp_min(torch.finfo(torch.float32).tiny))
+    factors = torch.where(norm > 0, math.sqrt(min(rows, cols)) / (root * norm), 0)
     return advanced, factors.to(torch.float32).unsqueeze(-1)
 
 

@@ -56,14 +56,17 @@ def assert_same(left: Any, right: Any) -> None:
         assert left == right
 
 
-@pytest.mark.parametrize("momentum_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("momentum_dtype", "variant"), [("float32", "muon"), ("bfloat16", "muon"), ("float32", "normuon")]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_resumed_run_is_bit_equal_to_a_straight_one(
-    tmp_path: Path, stage: int, dtype: str, momentum_dtype: str
+    tmp_path: Path, stage: int, dtype: str, momentum_dtype: str, variant: str
 ) -> None:
     fp16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}} if dtype == "float16" else {}
-    config = ds_config({"weight_decay": 0.1, "momentum_dtype": momentum_dtype}, stage=stage, dtype=dtype, **fp16)
+    params = {"weight_decay": 0.1, "momentum_dtype": momentum_dtype, "variant": variant}
+    config = ds_config(params, stage=stage, dtype=dtype, **fp16)
     straight = run_ranks(2, train_block, config, 0, 6, None, None)
     half = run_ranks(2, train_block, config, 0, 3, None, str(tmp_path))
     if stage == 2 and momentum_dtype == "float32":
@@ -124,6 +127,14 @@ def test_a_checkpoint_of_another_routing_is_refused_on_every_rank(tmp_path: Path
         run_ranks(2, save_then_load, ds_config(), ds_config({"adamw_params": ["p1"]}), str(tmp_path))
     assert set(failure.value.errors) == {0, 1}
     assert all("does not fit the optimizer" in error for error in failure.value.errors.values())
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("muon", "normuon"), ("normuon", "muon")])
+def test_a_checkpoint_of_another_variant_is_refused_on_every_rank(tmp_path: Path, saved: str, loaded: str) -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(2, save_then_load, ds_config({"variant": saved}), ds_config({"variant": loaded}), str(tmp_path))
+    assert set(failure.value.errors) == {0, 1}
+    assert all("another optimizer or variant" in error for error in failure.value.errors.values())
 
 
 def test_a_checkpoint_of_the_same_routing_loads(tmp_path: Path) -> None:

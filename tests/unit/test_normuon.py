@@ -1,0 +1,242 @@
+"""``variant: "normuon"``: its rule, and that its variance is the same on every rank and for any cut."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_muon import muon_update, reference_newton_schulz
+from ds_muon.update import advance_row_variance, update_scale
+from ds_muon.verify import UpdateCheck, UpdateRecord
+from tests.unit.models import PrescribedGradients, ds_config, full_weights, start, train_step
+from tests.unit.ranks import run_ranks
+from tests.unit.test_newton_schulz import gaussian
+from tests.unit.test_step import SHAPES, assert_equal, exact_gradients, muon_names, train
+
+NORMUON = {"variant": "normuon", "weight_decay": 0.1}
+GRIDS = [(16, 16), (24, 40), (40, 24), (3, 50), (2, 3)]
+
+
+def paper(orthogonal: Tensor, variance: Tensor, beta2: float) -> tuple[Tensor, Tensor]:
+    """Algorithm 1 of arXiv:2510.05491 in fp64, times 5 / eta: with eta_hat = 0.2 eta sqrt(m n) / ||N||."""
+    variance = beta2 * variance + (1 - beta2) * (orthogonal * orthogonal).mean(dim=1)
+    normalized = orthogonal / variance.sqrt()[:, None]
+    return normalized * math.sqrt(orthogonal.numel()) / normalized.norm(), variance
+
+
+# ---- the rule -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", GRIDS)
+def test_with_match_rms_adamw_the_update_is_the_papers(shape: tuple[int, int]) -> None:
+    momentum_buffer, row_variance = torch.zeros(shape), torch.zeros(shape[0])
+    m, v = torch.zeros(shape).double(), torch.zeros(shape[0]).double()
+    for step in range(4):
+        gradient = gaussian(*shape, seed=step)
+        update = muon_update(
+            gradient, momentum_buffer, adjust_lr_fn="match_rms_adamw", row_variance=row_variance, beta2=0.9
+        )
+        m = 0.95 * m + 0.05 * gradient.double()
+        expected, v = paper(reference_newton_schulz(0.05 * gradient.double() + 0.95 * m), v, 0.9)
+        assert (update - 0.2 * expected).norm() <= 1e-4 * (0.2 * expected).norm()
+        assert (row_variance - v).norm() <= 1e-4 * v.norm()
+        assert float(update.square().mean().sqrt()) == pytest.approx(0.2, rel=1e-5)
+
+
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw", "none"])
+@pytest.mark.parametrize("shape", GRIDS)
+def test_the_norm_is_that_of_an_orthogonal_matrix_times_the_scale(shape: tuple[int, int], adjust: str) -> None:
+    update = muon_update(gaussian(*shape), torch.zeros(shape), adjust_lr_fn=adjust, row_variance=torch.zeros(shape[0]))
+    expected = update_scale(adjust, *shape) * math.sqrt(min(shape))
+    assert float(update.norm()) == pytest.approx(expected, rel=1e-5)
+
+
+def test_on_the_first_step_all_rows_get_the_same_norm() -> None:
+    gradient = gaussian(12, 20) * torch.logspace(0, -6, 12)[:, None]
+    rows = muon_update(gradient, torch.zeros(12, 20), row_variance=torch.zeros(12)).norm(dim=1)
+    assert float(rows.max() / rows.min()) == pytest.approx(1.0, rel=1e-4)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-15, 1e15, 1e25])
+def test_neither_update_nor_variance_depends_on_the_gradients_scale(scale: float) -> None:
+    variance, scaled_variance = torch.zeros(24), torch.zeros(24)
+    update = muon_update(gaussian(24, 40), torch.zeros(24, 40), row_variance=variance)
+    scaled = muon_update(gaussian(24, 40) * scale, torch.zeros(24, 40), row_variance=scaled_variance)
+    assert (scaled - update).norm() <= 1e-5 * update.norm()
+    assert (scaled_variance - variance).norm() <= 1e-5 * variance.norm()
+
+
+def test_zero_rows_and_zero_matrices_stay_zero() -> None:
+    gradient = gaussian(6, 9)
+    gradient[2] = 0
+    update = muon_update(gradient, torch.zeros(6, 9), row_variance=torch.zeros(6))
+    assert update.isfinite().all() and not update[2].any() and update[3].any()
+    assert not muon_update(torch.zeros(6, 9), torch.zeros(6, 9), row_variance=torch.zeros(6)).any()
+
+
+def test_without_a_variance_the_update_is_muons() -> None:
+    plain, normuon = (muon_update(gaussian(6, 9), torch.zeros(6, 9), row_variance=v) for v in (None, torch.zeros(6)))
+    assert torch.equal(plain, muon_update(gaussian(6, 9), torch.zeros(6, 9)))
+    assert not torch.equal(plain, normuon)
+
+
+@pytest.mark.parametrize("shape", [(9,), (6, 1), (5,), ()])
+def test_a_variance_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="row_variance of shape"):
+        muon_update(gaussian(6, 9), torch.zeros(6, 9), row_variance=torch.zeros(shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("tall", [False, True])
+def test_a_batch_gives_every_matrix_its_own_factors(dtype: torch.dtype, tall: bool) -> None:
+    batch = gaussian(5 * 17, 33).view(5, 17, 33).to(dtype)
+    batch = batch.mT if tall else batch
+    variance = torch.rand(5, batch.shape[1], generator=torch.Generator().manual_seed(0))
+    before = variance.clone()
+    advanced, factors = advance_row_variance(batch, variance, beta2=0.9)
+    assert torch.equal(variance, before)
+    for i in range(5):
+        alone, alone_factors = advance_row_variance(batch[i : i + 1], variance[i : i + 1], beta2=0.9)
+        assert torch.equal(alone[0], advanced[i]) and torch.equal(alone_factors[0], factors[i])
+
+
+# ---- in a step ------------------------------------------------------------------------------------------------------
+
+
+def variances(engine: Any) -> dict[str, Tensor]:
+    zero = engine.optimizer
+    return {m.name: zero.row_variances[g].of(m.name).cpu() for g, p in enumerate(zero.plan.groups) for m in p.matrices}
+
+
+def train_variances(config: dict[str, Any], steps: int, groups: int) -> dict[str, Tensor]:
+    model = PrescribedGradients(SHAPES)
+    parameters: Any = list(model.parameters())
+    if groups == 2:
+        parameters = [{"params": parameters[::2]}, {"params": parameters[1::2]}]
+    engine = start(model, config, model_parameters=parameters)
+    for step in range(steps):
+        train_step(engine, exact_gradients(SHAPES, step, engine.device))
+    return variances(engine)
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    config = ds_config(NORMUON)
+    return run_ranks(1, train, SHAPES, config, 3)[0], run_ranks(1, train_variances, config, 3, 1)[0]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("zero", [{}, {"round_robin_gradients": True}])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_weights_and_variances_are_bit_equal_for_any_cut(
+    world_size: int, stage: int, groups: int, zero: dict[str, Any], one_rank: Any
+) -> None:
+    weights, moments = one_rank
+    config = ds_config(NORMUON, stage=stage, zero=zero)
+    for found in run_ranks(world_size, train, SHAPES, config, 3, 1.0, groups):
+        assert_equal(found, weights)
+    for found in run_ranks(world_size, train_variances, config, 3, groups):
+        assert_equal(found, moments)
+        assert sorted(found) == muon_names(SHAPES)
+
+
+def apply_muon_update(shapes: list[tuple[int, ...]], steps: int) -> dict[str, Tensor]:
+    model = PrescribedGradients(shapes)
+    state = [(torch.zeros(shape), torch.zeros(shape[0])) for shape in shapes]
+    for step in range(steps):
+        gradients = exact_gradients(shapes, step, torch.device("cpu"))
+        for p, g, (momentum_buffer, row_variance) in zip(model.parameters(), gradients, state, strict=True):
+            p.data -= 0.02 * muon_update(g, momentum_buffer, row_variance=row_variance, beta2=0.8)
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.ranks
+def test_the_engine_applies_exactly_what_muon_update_returns() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the expected weights are computed on CPU")
+    (expected,) = run_ranks(1, apply_muon_update, SHAPES[:4], 3)
+    config = ds_config({"variant": "normuon", "beta2": 0.8})
+    assert_equal(run_ranks(2, train, SHAPES[:4], config, 3)[0], expected)
+
+
+def checked(config: dict[str, Any], steps: int) -> tuple[list[UpdateRecord], bool]:
+    engine = start(PrescribedGradients(SHAPES), config)
+    check = UpdateCheck(engine)
+    records = []
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    for _ in range(steps):
+        gradients = [torch.randn(shape, generator=generator).to(engine.device) for shape in SHAPES]
+        train_step(engine, gradients)
+        records += check.after_step()
+    check.close()
+    mine = torch.cat([variances(engine)[name] for name in muon_names(SHAPES)]).to(engine.device)
+    everyones = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(everyones, mine)
+    return records, all(torch.equal(mine, other) for other in everyones)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_updates_in_fp32_are_within_1e_5_of_fp64_and_variances_agree(world_size: int, stage: int) -> None:
+    config = ds_config({**NORMUON, "weight_decay": 0.0, "lr": 1.0, "ns_dtype": "float32"}, stage=stage)
+    for records, agree in run_ranks(world_size, checked, config, 4):
+        muon = [record for record in records if record.half == "muon"]
+        assert agree and all(record.ok for record in records)
+        # Of matrices with a side of 2 or 3 now and then one is ill-conditioned.
+        assert max(record.relative_error for record in muon if min(record.shape) > 3) <= 1e-5
+        assert world_size == 1 or any(record.straddles for record in muon)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("method", ["gram", "standard"])
+def test_updates_are_right_in_every_dtype(dtype: str, method: str) -> None:
+    config = ds_config({**NORMUON, "ns_dtype": dtype, "ns_method": method}, dtype=dtype)
+    for records, agree in run_ranks(2, checked, config, 4):
+        assert agree and all(record.ok for record in records), [r for r in records if not r.ok]
+
+
+def with_a_bad_gradient(config: dict[str, Any], bad: float | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    engine = start(PrescribedGradients(SHAPES), config)
+    train_step(engine, exact_gradients(SHAPES, 0, engine.device))
+    if bad is not None:
+        before = variances(engine)
+        gradients = exact_gradients(SHAPES, 1, engine.device)
+        gradients[-2][0] = bad  # AdamW's
+        train_step(engine, gradients)
+        assert engine.skipped_steps == 1
+        assert all(torch.equal(before[name], v) for name, v in variances(engine).items())
+    train_step(engine, exact_gradients(SHAPES, 2, engine.device))
+    return variances(engine), full_weights(engine)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e9])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_skipped_step_leaves_no_trace_in_variances_and_weights(stage: int, bad: float) -> None:
+    config = ds_config({**NORMUON, "grad_norm_skip_threshold": 1e6}, stage=stage)
+    clean, skipped = (run_ranks(2, with_a_bad_gradient, config, value) for value in (None, bad))
+    for (moments, weights), (other_moments, other_weights) in zip(skipped, clean, strict=True):
+        assert_equal(moments, other_moments)
+        assert_equal(weights, other_weights)
+
+
+def linked(config: dict[str, Any]) -> list[str]:
+    """The keys of the state that DeepSpeed takes for pieces of p0, whose rows are as many as a partition's elements."""
+    engine = start(PrescribedGradients([(8, 2), (3,)]), config)
+    train_step(engine, exact_gradients([(8, 2), (3,)], 0, engine.device))
+    zero = engine.optimizer
+    assert zero.partition_size[0] == 8
+    return sorted(engine.module.p0._hp_mapping.optim_fragment)
+
+
+@pytest.mark.ranks
+def test_deepspeed_does_not_take_the_variance_for_a_piece_of_a_parameter() -> None:
+    assert run_ranks(2, linked, ds_config(NORMUON)) == [["momentum_buffer"]] * 2
