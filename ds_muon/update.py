@@ -99,9 +99,9 @@ def advance_row_variance(orthogonal: Tensor, row_variance: Tensor, *, beta2: flo
         The new ``row_variance``, and the factors, (batch, rows, 1) fp32. Zeros stay zeros.
     """
     _, rows, cols = orthogonal.shape
-    # Summed in fp64 and rounded once, a row's sum is the same in any order: a batch may choose its own.
-    pieces = torch.split(orthogonal, max(1, _CHUNK // (rows * cols)))
-    squares = torch.cat([piece.to(torch.float64).square_().sum(dim=-1) for piece in pieces])
+    # One matrix at a time: in a batch, the order of summation might be another.
+    norms = [torch.linalg.vector_norm(matrix, dim=-1, dtype=torch.float32) for matrix in orthogonal]
+    squares = torch.stack(norms).to(torch.float64).square_()
     advanced = (row_variance.to(torch.float64) * beta2).add_(squares / cols, alpha=1 - beta2).to(torch.float32)
     root = advanced.to(torch.float64).sqrt_().add_(_ROW_EPS)
     norm = (squares / root.square()).sum(dim=-1, keepdim=True).sqrt_()

@@ -11,9 +11,10 @@ says whether the updates are finite. Everything before it is queued without know
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -349,14 +350,17 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         straddling: dict[int, Tensor] = {}
         if variance is not None:
             variance.clear()
-        for indices in batches([matrix for _, matrix in inputs], self.newton_schulz):
+        for indices in batches([u for _, u in inputs], self.newton_schulz):
             orthogonal = self._orthogonalize([inputs[i] for i in indices])
-            if variance is not None:
-                orthogonal = orthogonal * variance.factors([inputs[i][0].name for i in indices], orthogonal)
-            for index, output in zip(indices, orthogonal, strict=True):
-                if index < len(whole):
-                    whole[index][1].copy_(output)
-                else:
+            names = [inputs[i][0].name for i in indices]
+            factors: Iterable[Tensor | None] = repeat(None) if variance is None else variance.factors(names, orthogonal)
+            for index, output, factor in zip(indices, orthogonal, factors, strict=False):
+                u = inputs[index][1]
+                if factor is not None:
+                    output = torch.mul(output, factor, out=u)
+                elif index < len(whole):
+                    u.copy_(output)
+                if index >= len(whole):
                     straddling[index] = output
         dtype = self.newton_schulz.dtype if variance is None else torch.float32
         exchange.scatter([output for _, output in sorted(straddling.items())], partition, dtype)

@@ -1,9 +1,9 @@
 """Train a small byte-level GPT on the Python standard library's sources; `scripts/demo` runs it for two optimizers.
 
     deepspeed --num_accelerators 2 scripts/demo_train.py --deepspeed_config ds_configs/demo_dsmuon.json --out demo_out
-    python scripts/demo_train.py --report --out demo_out
+    python scripts/demo_train.py --report dsmuon adamw --out demo_out
 
-Both optimizers see the same windows of text in the same order, and as many steps: only the config differs. With DSMuon
+All optimizers see the same windows of text in the same order, and as many steps: only the config differs. With DSMuon
 the last updates are compared, matrix by matrix, with the fp64 single-process reference; exit code 1 if one is off.
 The report reads what the runs wrote, and writes loss.png and log.json.
 """
@@ -38,6 +38,7 @@ SEED = 0
 CHECKED_STEPS = 3
 EVALUATIONS = 10
 EVALUATION_WINDOWS = 64  # over all ranks
+COLOURS = {"DSMuon": "#0b6e4f", "NorMuon": "#3d5a98", "AdamW": "#c8553d"}
 
 
 @dataclass(frozen=True)
@@ -127,8 +128,10 @@ def train(args: argparse.Namespace) -> int:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     text, held_out = standard_library()
     sampler = torch.Generator().manual_seed(SEED * world_size + rank)
-    name = config["optimizer"]["type"].lower()
-    first_checked = steps - CHECKED_STEPS if name == "dsmuon" else steps
+    optimizer = config["optimizer"]["type"]
+    first_checked = steps - CHECKED_STEPS if optimizer == "DSMuon" else steps
+    if config["optimizer"]["params"].get("variant") == "normuon":
+        optimizer = "NorMuon"
 
     losses: list[float] = []
     milliseconds: list[float] = []
@@ -138,7 +141,7 @@ def train(args: argparse.Namespace) -> int:
     tokens = scale.micro_batch * length * world_size
     bar = tqdm(
         total=steps,
-        desc=config["optimizer"]["type"].ljust(6),
+        desc=optimizer.ljust(7),
         unit="step",
         disable=rank != 0,
         dynamic_ncols=True,
@@ -170,7 +173,7 @@ def train(args: argparse.Namespace) -> int:
     losses = mean_over_ranks(losses)
     milliseconds_per_step = statistics.median(milliseconds)
     log = {
-        "optimizer": config["optimizer"]["type"],
+        "optimizer": optimizer,
         "config": config,
         "model": asdict(scale.model),
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -188,7 +191,7 @@ def train(args: argparse.Namespace) -> int:
     }
     if rank == 0:
         args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / f"{name}.json").write_text(json.dumps(log, indent=1))
+        (args.out / f"{optimizer.lower()}.json").write_text(json.dumps(log, indent=1))
         if log["check"] is not None and not log["check"]["ok"]:
             print(f"updates out of tolerance: {log['check']}", file=sys.stderr)
     dist.barrier()
@@ -232,7 +235,8 @@ def draw(logs: list[dict[str, Any]], path: Path) -> None:
 
     plt.rcParams.update({"font.size": 13, "axes.spines.top": False, "axes.spines.right": False})
     figure, axes = plt.subplots(figsize=(9, 5.5))
-    for log, colour in zip(logs, ("#0b6e4f", "#c8553d"), strict=False):
+    for log in logs:
+        colour = COLOURS[log["optimizer"]]
         train_loss = smooth(log["train_loss"], max(1, len(log["train_loss"]) // 40))
         final = log["validation_loss"][-1][1]
         axes.plot(
@@ -269,9 +273,9 @@ def draw(logs: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def report(out: Path) -> int:
-    """Merge the logs of both runs, draw them, and print what came out."""
-    logs = [json.loads((out / f"{name}.json").read_text()) for name in ("dsmuon", "adamw")]
+def report(out: Path, names: list[str]) -> int:
+    """Merge the logs of some runs, draw them, and print what came out."""
+    logs = [json.loads((out / f"{name}.json").read_text()) for name in names]
     (out / "log.json").write_text(json.dumps({log["optimizer"].lower(): log for log in logs}, indent=1))
     draw(logs, out / "loss.png")
 
@@ -287,31 +291,32 @@ def report(out: Path) -> int:
         print(f"{log['optimizer']:8}{train_loss:10.3f}{log['validation_loss'][-1][1]:10.3f}", end="")
         print(f"{log['tokens_per_second']:12,.0f}{log['ms_per_step']:10.1f}")
 
-    check = logs[0]["check"]
-    print(f"\nThe last {CHECKED_STEPS} updates against the fp64 single-process reference:")
-    for half, name in (("muon", "Muon"), ("adamw", "AdamW")):
-        if part := check.get(half):
-            print(
-                f"  {name}: {part['parameters']} parameters, {len(part['straddling'])} of them cut across ranks,",
-                end=" ",
-            )
-            print(f"largest relative error {part['largest_relative_error']:.1e}", end=" ")
-            print(f"(tolerance {part['tolerance']:.1e}) on {part['on']}")
-    print("  all within tolerance" if check["ok"] else f"  OUT OF TOLERANCE: {', '.join(check['failed'])}")
+    checks = {log["optimizer"]: log["check"] for log in logs if log["check"] is not None}
+    for optimizer, check in checks.items():
+        print(f"\n{optimizer}: the last {CHECKED_STEPS} updates against the fp64 single-process reference:")
+        for half, name in (("muon", "Muon"), ("adamw", "AdamW")):
+            if part := check.get(half):
+                print(
+                    f"  {name}: {part['parameters']} parameters, {len(part['straddling'])} of them cut across ranks,",
+                    end=" ",
+                )
+                print(f"largest relative error {part['largest_relative_error']:.1e}", end=" ")
+                print(f"(tolerance {part['tolerance']:.1e}) on {part['on']}")
+        print("  all within tolerance" if check["ok"] else f"  OUT OF TOLERANCE: {', '.join(check['failed'])}")
     print(f"\nPicture: {out / 'loss.png'}   numbers: {out / 'log.json'}")
-    return 0 if check["ok"] else 1
+    return 0 if all(check["ok"] for check in checks.values()) else 1
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for logs and picture")
     parser.add_argument("--steps", type=int, help="optimizer steps (default: about two minutes' worth)")
-    parser.add_argument("--report", action="store_true", help="merge and draw what two runs left in --out")
+    parser.add_argument("--report", nargs="+", metavar="RUN", help="merge and draw what runs left in --out")
     parser.add_argument("--local_rank", type=int, help="set by the launcher")
     parser.add_argument("--deepspeed_config", help="ds_config.json of the run")
     args = parser.parse_args()
     if args.report:
-        return report(args.out)
+        return report(args.out, args.report)
     if args.deepspeed_config is None:
         parser.error("--deepspeed_config is missing")
     if args.steps is not None and args.steps <= CHECKED_STEPS:

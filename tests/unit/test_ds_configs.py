@@ -43,6 +43,9 @@ def test_config_trains(path: Path) -> None:
 
 
 def test_demo_configs_differ_only_in_the_optimizer() -> None:
-    dsmuon, adamw = (json.loads((CONFIGS[0].parent / f"demo_{name}.json").read_text()) for name in ("dsmuon", "adamw"))
-    assert dsmuon.pop("optimizer")["type"] == "DSMuon" and adamw.pop("optimizer")["type"] == "AdamW"
-    assert dsmuon == adamw
+    names = ("dsmuon", "normuon", "adamw")
+    dsmuon, normuon, adamw = (json.loads((CONFIGS[0].parent / f"demo_{name}.json").read_text()) for name in names)
+    assert normuon["optimizer"]["params"].pop("variant") == "normuon"
+    assert dsmuon["optimizer"]["params"].keys() == normuon["optimizer"]["params"].keys()
+    assert [config.pop("optimizer")["type"] for config in (dsmuon, normuon, adamw)] == ["DSMuon", "DSMuon", "AdamW"]
+    assert dsmuon == normuon == adamw
