@@ -131,7 +131,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "unknown key": ({"params": {"ns_step": 3}}, ["ns_step", "ns_steps"]),
     "auto": ({"params": {"lr": "auto"}}, ['lr = "auto"']),
     "range": ({"params": {"momentum": 1.5}}, ["momentum = 1.5"]),
-    "normuon": ({"params": {"variant": "normuon"}}, ["variant", "normuon", "not available in this version"]),
+    "beta2 without normuon": ({"params": {"beta2": 0.9}}, ["beta2 = 0.9", "has no effect", "normuon"]),
     "pattern": ({"params": {"muon_params": ["nothing.*"]}}, ["muon_params", "nothing.*"]),
 }
 
