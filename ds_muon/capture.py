@@ -45,7 +45,9 @@ class NanCapture:
 
     def __init__(self, rank: int) -> None:
         self.saved: list[Path] = []
-        """The files of the current step."""
+        """The files of this step and the one before."""
+        self._saved_before = 0
+        self._seen = False
         self._rank = rank
         self._on = False
         self._step = 0
@@ -55,16 +57,24 @@ class NanCapture:
         """Look at the environment: what is set now holds for this step."""
         self._on = os.environ.get(_SWITCH) == "1"
         self._step = step
-        self.saved.clear()
+        self._seen = False
+        del self.saved[: self._saved_before]
+        self._saved_before = len(self.saved)
 
     @property
     def stops_training(self) -> bool:
-        """Whether a file was saved in this step, and the run is to end for it."""
-        return bool(self.saved) and os.environ.get(f"{_SWITCH}_RAISE", "1") != "0"
+        """Whether the run is to end for what was seen in this step: of it, or of one like it, there is a file."""
+        return self._seen and os.environ.get(f"{_SWITCH}_RAISE", "1") != "0"
 
     def keep(self, matrices: Sequence[Tensor]) -> list[Tensor]:
-        """Copies of what is about to be orthogonalized; none while the capture is off."""
-        return [matrix.clone() for matrix in matrices] if self._on else []
+        """Copies of what is about to be orthogonalized; none while the capture is off, or where there is no room."""
+        if not self._on:
+            return []
+        try:
+            return [matrix.clone() for matrix in matrices]
+        except (RuntimeError, MemoryError) as error:
+            self._warn(f"could not copy the inputs of a batch: {error}")
+            return []
 
     def save_nonfinite(
         self, names: Sequence[str], kept: Sequence[Tensor], outputs: Tensor, settings: NewtonSchulz
@@ -83,14 +93,15 @@ class NanCapture:
         for name, matrix, output, is_finite in zip(names, kept, outputs, finite, strict=True):
             if not is_finite:
                 try:
-                    self._save(self._content(name, matrix, output, settings))
-                except (OSError, RuntimeError, ValueError) as error:  # torch.save raises RuntimeError on a full disk
+                    self._save({**self._content(matrix, output, settings), "name": name, "batch": len(kept)})
+                except (OSError, RuntimeError, ValueError, MemoryError) as error:  # RuntimeError: a full disk
                     self._warn(f"could not save the input of {name}: {error}")
 
     def _save(self, content: dict[str, Any]) -> None:
         folder = Path(os.environ.get(f"{_SWITCH}_DIR") or _DEFAULT_FOLDER)
         most = int(os.environ.get(f"{_SWITCH}_MAX") or _DEFAULT_MAX)
         folder.mkdir(parents=True, exist_ok=True)
+        self._seen = True
         if len(list(folder.glob(f"rank{self._rank}_*.pt"))) >= most:
             self._warn(
                 f"{folder} holds {most} files of rank {self._rank} already, and no more are saved; "
@@ -103,18 +114,20 @@ class NanCapture:
         try:
             torch.save(content, unfinished)
             unfinished.replace(path)
+        except BaseException:
+            self._seen = False
+            raise
         finally:
             unfinished.unlink(missing_ok=True)
         self.saved.append(path)
         name = content["name"]
         logger.warning(f"[ds_muon] the update of {name} is not finite; its input is in {path}: ds-muon replay {path}")
 
-    def _content(self, name: str, matrix: Tensor, output: Tensor, settings: NewtonSchulz) -> dict[str, Any]:
+    def _content(self, matrix: Tensor, output: Tensor, settings: NewtonSchulz) -> dict[str, Any]:
         return {
             "ds_muon_capture": FORMAT,
             "input": matrix.cpu(),
             "output": output.contiguous().cpu(),
-            "name": name,
             "rank": self._rank,
             "step": self._step,
             "settings": asdict(settings) | {"dtype": str(settings.dtype).removeprefix("torch.")},
@@ -145,7 +158,8 @@ class Capture:
         input: (rows, cols) fp32, as it was before the iteration; on CPU.
         output: (rows, cols), what the iteration made of it.
         name: the parameter.
-        rank, step: where and when.
+        batch: how many matrices of its shape ran together.
+        rank, step: where and when; steps are counted from 1 since the process started.
         settings: of the iteration; its backend need not be available here.
         device: that it ran on.
         versions: of the libraries.
@@ -154,6 +168,7 @@ class Capture:
     input: Tensor
     output: Tensor
     name: str
+    batch: int
     rank: int
     step: int
     settings: NewtonSchulz
@@ -182,7 +197,8 @@ def read_capture(path: Path) -> Capture:
         settings = dict(content["settings"])
         settings["dtype"] = getattr(torch, settings["dtype"])
         settings["triples"] = tuple((float(a), float(b), float(c)) for a, b, c in settings["triples"])
-        fields = {key: content[key] for key in ("input", "output", "name", "rank", "step", "device", "versions")}
+        keys = ("input", "output", "name", "batch", "rank", "step", "device", "versions")
+        fields = {key: content[key] for key in keys}
         capture = Capture(settings=NewtonSchulz(**settings), **fields)
         if capture.input.ndim != 2 or capture.input.shape != capture.output.shape:
             raise ValueError("input and output are not matrices of one shape")

@@ -1,15 +1,24 @@
-"""Agreement between ranks: what one rank finds, all ranks act on. And what is said of steps that are skipped."""
+"""Agreement between ranks: what one rank finds, all ranks act on. Whether a step is applied, and what is said of it."""
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from deepspeed.utils import logger
 from torch import Tensor
+
+T = TypeVar("T")
+
+# Elements that the norm works on at a time: bounds its fp64 copy to 128 MiB.
+_CHUNK = 1 << 24
 
 
 def raise_together(error: Exception | None, process_group: dist.ProcessGroup | None = None) -> None:
@@ -22,8 +31,7 @@ def raise_together(error: Exception | None, process_group: dist.ProcessGroup | N
         if error is not None:
             raise error
         return
-    messages: list[str | None] = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(messages, None if error is None else f"{type(error).__name__}: {error}", group=process_group)
+    messages = gather(None if error is None else f"{type(error).__name__}: {error}", process_group)
     if error is not None:
         raise error
     for rank, message in enumerate(messages):
@@ -76,12 +84,159 @@ def _say_how_many(tally: dict[str, int]) -> None:
 FINITE, NOT_FINITE, CAPTURED = 0, 1, 2
 
 
+@dataclass(frozen=True)
+class Findings:
+    """What the host learns of a step once everything is staged; the same on every rank.
+
+    Attributes:
+        squares: sum of squares of each group's gradient over all ranks.
+        may_move: whether the gradients allow the step; the momentum has moved if so.
+        updates: ``FINITE``, ``NOT_FINITE`` or ``CAPTURED``; the first if nobody has looked.
+        stop: whether a rank asks to stop for what it captured in the step before, which ``nan_guard`` "off" applied.
+    """
+
+    squares: list[float]
+    may_move: bool
+    updates: int
+    stop: bool
+
+    @property
+    def gradients_are_finite(self) -> bool:
+        # A sum of squares in fp64 is finite exactly when every gradient of every rank is.
+        return math.isfinite(sum(self.squares))
+
+    @property
+    def norm(self) -> float:
+        return math.sqrt(sum(self.squares)) if self.gradients_are_finite else math.inf
+
+    @property
+    def allow_the_step(self) -> bool:
+        return self.may_move and self.updates == FINITE and not self.stop
+
+
+class StepGuard:
+    """What all ranks find of a step, and what is done and said about it.
+
+    Args:
+        nan_guard: ``"off"``, ``"skip"`` or ``"raise"``.
+        threshold: ``grad_norm_skip_threshold``.
+        process_group: the ranks in which the weights are replicated; all of them must make the same calls.
+
+    Attributes:
+        spikes, bad_gradients, bad_updates: steps skipped, by cause.
+    """
+
+    def __init__(self, nan_guard: str, threshold: float | None, process_group: dist.ProcessGroup | None) -> None:
+        self.spikes = SkippedSteps("spikes")
+        self.bad_gradients = SkippedSteps("non-finite gradients")
+        self.bad_updates = SkippedSteps("non-finite updates")
+        self._nan_guard = nan_guard
+        self._threshold = threshold
+        self._process_group = process_group
+
+    def measure(self, gradients: Sequence[Tensor], stop: bool) -> Tensor:
+        """Sums over all ranks, in fp64 on the device. A collective; the host does not wait.
+
+        Args:
+            gradients: this rank's flat fp32 partition of each group; not modified.
+            stop: whether this rank wants to stop for what it captured in the step before.
+
+        Returns:
+            (groups + 1,): sum of squares of each group's gradient, and the number of ranks that ask to stop.
+        """
+        sums = [_sum_of_squares(gradient) for gradient in gradients]
+        asks = stop and self._nan_guard == "off"  # otherwise all ranks have stopped in that step
+        measures = torch.stack([*sums, torch.full_like(sums[0], float(asks))])
+        dist.all_reduce(measures, group=self._process_group)
+        return measures
+
+    def may_move(self, squares: Tensor, squares_of_adamw: Tensor) -> Tensor:
+        """Whether the gradients are finite and AdamW's no spike: a bool scalar on the device, the same on every rank.
+
+        Muon's gradients do no harm, however large they are.
+        """
+        may_move = squares.sum().isfinite()
+        if self._threshold is not None:
+            may_move &= squares_of_adamw.sum().sqrt() <= self._threshold
+        return may_move
+
+    def wait_for_findings(
+        self, measures: Tensor, may_move: Tensor, updates: Sequence[Tensor], captured: bool
+    ) -> Findings:
+        """Agree with all ranks on what was staged. A collective, and the only time in a step that the host waits.
+
+        Args:
+            measures: from ``measure``.
+            may_move: from ``may_move``.
+            updates: this rank's flat partition of each Muon group's update; not modified.
+            captured: whether this rank wants to stop for what it captured in this step.
+        """
+        known = [measures, may_move.double().view(1)]
+        if self._nan_guard != "off":
+            known.append(agree_on_updates(updates, captured, self._process_group).double())
+        *squares, stop, may, found = [*torch.cat(known).tolist(), float(FINITE)][: len(measures) + 2]
+        return Findings(squares, bool(may), int(found), bool(stop))
+
+    def explain(
+        self,
+        findings: Findings,
+        *,
+        groups: Sequence[str],
+        norm_of_adamw: float,
+        scaler_is_watching: bool,
+        describe: Callable[[], str],
+        files: Sequence[Path],
+    ) -> None:
+        """Warn that a step is skipped, or raise. A collective where an update is not finite.
+
+        Args:
+            groups: names of the param groups.
+            norm_of_adamw: of its gradients.
+            scaler_is_watching: whether a dynamic loss scaler looks for non-finite gradients, and reports them itself.
+            describe: the same words on every rank for the updates that are not finite; a collective.
+            files: inputs that this rank saved.
+
+        Raises:
+            NonFiniteUpdate: the same on every rank.
+        """
+        if findings.stop:
+            why = "an update of the step before was not finite, and nan_guard is off: it was applied"
+            raise NonFiniteUpdate(self._why_stopped(why, files))
+        if findings.updates != FINITE:
+            why = describe()
+            if findings.updates == CAPTURED or self._nan_guard == "raise":
+                raise NonFiniteUpdate(self._why_stopped(why, files))
+            self.bad_updates.warn(why)
+        elif not findings.gradients_are_finite:
+            bad = [name for name, square in zip(groups, findings.squares, strict=True) if not math.isfinite(square)]
+            if not scaler_is_watching:
+                self.bad_gradients.warn(f"a gradient is not finite, in param group {', '.join(bad)}")
+        else:
+            self.spikes.warn(
+                f"the norm of AdamW's gradients is {norm_of_adamw:.4g}, grad_norm_skip_threshold {self._threshold:g}"
+            )
+
+    def close(self) -> None:
+        """Say how many steps were skipped."""
+        for skipped in (self.spikes, self.bad_gradients, self.bad_updates):
+            skipped.close()
+
+    def _why_stopped(self, why: str, files: Sequence[Path]) -> str:
+        saved = [path for of_rank in gather(list(files), self._process_group) for path in of_rank]
+        evidence = "DS_MUON_NAN_CAPTURE=1 saves such inputs for ds-muon replay"
+        remedy = 'nan_guard "skip" goes on without such steps'
+        if saved:
+            evidence = f"the input is saved: ds-muon replay {' '.join(map(str, saved))}"
+            remedy = f"With DS_MUON_NAN_CAPTURE_RAISE=0, {remedy}"
+        return f"{why}. Nothing was applied in this step; {evidence}. {remedy}"
+
+
 def agree_on_updates(partitions: Sequence[Tensor], captured: bool, process_group: dist.ProcessGroup | None) -> Tensor:
     """One byte, the same on every rank: whether anything that would be applied is not finite.
 
     Args:
         partitions: this rank's staged updates, one flat tensor per Muon group; not modified.
-        captured: whether this rank has saved an input and wants all ranks to stop.
+        captured: whether this rank wants all ranks to stop for what it captured.
 
     Returns:
         (1,) uint8 on the device: ``FINITE``, ``NOT_FINITE`` or ``CAPTURED``. A collective over the whole group in which
@@ -94,3 +249,16 @@ def agree_on_updates(partitions: Sequence[Tensor], captured: bool, process_group
         byte.fill_(CAPTURED)
     dist.all_reduce(byte, op=dist.ReduceOp.MAX, group=process_group)
     return byte
+
+
+def _sum_of_squares(gradient: Tensor) -> Tensor:
+    """In fp64: a scalar. In pieces, for torch makes an fp64 copy of what it sums."""
+    norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in torch.split(gradient, _CHUNK)]
+    return torch.stack(norms).square_().sum()
+
+
+def gather(value: T, process_group: dist.ProcessGroup | None) -> list[T]:
+    """What every rank brings, in order of rank. A collective; blocks the host."""
+    values: list[Any] = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(values, value, group=process_group)
+    return values

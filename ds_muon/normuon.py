@@ -12,73 +12,74 @@ from ds_muon.update import advance_row_variance
 
 
 class RowVariance:
-    """The second moments of one param group's rows, and those that a step would make of them.
+    """Where the rows of one param group's matrices lie in its ``row_variance``, and the moments that a step stages.
 
     A row's moment is advanced by the rank that orthogonalizes its matrix. So few numbers are worth keeping whole on
-    every rank: they outlast any partition. Each step calls ``factors`` for the matrices of a rank, then ``agree`` on
-    every rank, then ``commit``, unless the step is skipped.
+    every rank: they outlast any partition. A step calls ``factors`` for each batch of a rank's matrices, then ``agree``
+    on every rank, then ``commit``, unless it is skipped.
 
     Args:
-        current: (rows, 1) fp32, the optimizer's state. Overwritten by ``commit`` and nothing else.
-        shapes: name and shape of every matrix of the group, in the group's order, in which their rows follow.
+        rows: name and number of rows of every matrix of the group, in the group's order.
         beta2: weight of the past.
         process_group: the ranks that share the group.
     """
 
-    def __init__(
-        self,
-        current: Tensor,
-        shapes: Sequence[tuple[str, tuple[int, int]]],
-        beta2: float,
-        process_group: dist.ProcessGroup | None,
-    ) -> None:
-        self._current = current
+    def __init__(self, rows: Sequence[tuple[str, int]], beta2: float, process_group: dist.ProcessGroup | None) -> None:
         self._beta2 = beta2
         self._process_group = process_group
-        self._advanced = torch.zeros_like(current)
-        self._rows: dict[str, tuple[int, int]] = {}
+        self._staged: Tensor | None = None
         self._where: dict[tuple[str, ...], Tensor] = {}
+        self._rows: dict[str, tuple[int, int]] = {}
         start = 0
-        for name, (rows, _) in shapes:
-            self._rows[name] = (start, rows)
-            start += rows
+        for name, count in rows:
+            self._rows[name] = (start, count)
+            start += count
+        self._total = start
 
-    def of(self, name: str) -> Tensor:
-        """The current moments of a matrix: a (rows,) view."""
-        return self._current.view(-1).narrow(0, *self._rows[name])
+    def of(self, variance: Tensor, name: str) -> Tensor:
+        """The (rows,) moments of one matrix, a view of the group's (rows, 1)."""
+        return variance.view(-1).narrow(0, *self._rows[name])
 
-    def factors(self, names: Sequence[str], orthogonal: Tensor) -> Tensor:
+    def factors(self, variance: Tensor, names: Sequence[str], orthogonal: Tensor) -> Tensor:
         """Stage the moments of some matrices and return the factor of each row.
 
         Args:
+            variance: (rows, 1) fp32, the current moments of the group; not modified.
             names: the matrices, all of one shape.
             orthogonal: (len(names), rows, cols), any float dtype; not modified.
 
         Returns:
             (len(names), rows, 1) fp32.
         """
-        where = self._indices(tuple(names))
-        before = self._current.view(-1)[where]
-        advanced, factors = advance_row_variance(orthogonal, before, beta2=self._beta2)
-        self._advanced.view(-1)[where] = advanced
+        where = self._indices(tuple(names), variance.device)
+        advanced, factors = advance_row_variance(orthogonal, variance.view(-1)[where], beta2=self._beta2)
+        self._stage(variance.device)[where] = advanced
         return factors
 
-    def _indices(self, names: tuple[str, ...]) -> Tensor:
+    def agree(self, device: torch.device) -> None:
+        """Bring the staged moments of all ranks together. A collective, and exact: one rank stages a row."""
+        dist.all_reduce(self._stage(device), group=self._process_group)
+
+    def commit(self, variance: Tensor) -> None:
+        """Overwrite the current moments with the staged ones."""
+        if self._staged is not None:
+            variance.view(-1).copy_(self._staged)
+            self._staged = None
+
+    def discard(self) -> None:
+        """Forget what was staged."""
+        self._staged = None
+
+    def _stage(self, device: torch.device) -> Tensor:
+        """Zeros at the beginning of a step, so that a sum over ranks brings together what each has staged."""
+        if self._staged is None:
+            self._staged = torch.zeros(self._total, device=device)
+        return self._staged
+
+    def _indices(self, names: tuple[str, ...], device: torch.device) -> Tensor:
         """Where the rows of some matrices lie: (len(names), rows) int64. Kept, for the same batches come every step."""
         if names not in self._where:
             starts = torch.tensor([self._rows[name][0] for name in names])
             rows = torch.arange(self._rows[names[0]][1])
-            self._where[names] = (starts[:, None] + rows).to(self._current.device)
+            self._where[names] = (starts[:, None] + rows).to(device)
         return self._where[names]
-
-    def agree(self) -> None:
-        """Bring the staged moments of all ranks together. A collective, and exact: one rank stages a row."""
-        dist.all_reduce(self._advanced, group=self._process_group)
-
-    def commit(self) -> None:
-        """Make the staged moments current."""
-        self._current.copy_(self._advanced)
-
-    def clear(self) -> None:
-        """Begin a step: forget what was staged."""
-        self._advanced.zero_()

@@ -117,20 +117,29 @@ class DSMuon(Optimizer):
         """Load in place: the tensors that ZeRO has linked to parameters stay the ones in use.
 
         Raises:
-            ValueError: the state in ``state_dict`` is another optimizer's or variant's.
+            ValueError: the state in ``state_dict`` is another optimizer's or variant's. Nothing has been loaded then.
         """
+        if error := self.state_error(state_dict):
+            raise error
         linked = {p: dict(self.state[p]) for group in self.param_groups for p in group["params"]}
         super().load_state_dict(state_dict)
         for p, tensors in linked.items():
-            loaded = self.state[p]
-            if loaded.keys() != tensors.keys():
-                raise ValueError(
-                    f"the checkpoint's optimizer state has {sorted(loaded)}, this optimizer has {sorted(tensors)}: "
+            for key, tensor in tensors.items():
+                tensor.copy_(self.state[p][key])
+            self.state[p] = tensors
+
+    def state_error(self, state_dict: dict[str, Any]) -> ValueError | None:
+        """Why ``state_dict`` does not fit this optimizer; None if it does."""
+        ours = [self.state[p] for group in self.param_groups for p in group["params"]]
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        saved = [state_dict["state"].get(key, {}) for key in keys]
+        for mine, theirs in zip(ours, saved, strict=False):
+            if mine.keys() != theirs.keys():
+                return ValueError(
+                    f"the checkpoint's optimizer state has {sorted(theirs)}, this optimizer has {sorted(mine)}: "
                     "it was saved by another optimizer or variant. Load it with load_optimizer_states=False"
                 )
-            for key, tensor in tensors.items():
-                tensor.copy_(loaded[key])
-            self.state[p] = tensors
+        return None
 
 
 def _adamw_of(groups: list[dict[str, Any]]) -> torch.optim.AdamW:

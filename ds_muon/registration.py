@@ -84,6 +84,7 @@ _MODULE_NAMES = (
             "OPTIMIZER_STEP_TIMER",
             "OPTIMIZER_ALLGATHER_TIMER",
             "PARAM_SLICE_MAPPINGS",
+            "BASE_OPTIMIZER_STATE",
         ),
     ),
 )

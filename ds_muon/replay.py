@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -84,7 +84,10 @@ class _Reference:
 
 
 def attempts(capture: Capture, device: torch.device) -> Iterator[Attempt]:
-    """Run the input on everything that can run here; what the file was written with comes first.
+    """Run the input on everything that can run here.
+
+    What the file was written with comes last, for a kernel that faults takes the device with it; it runs in a batch of
+    as many copies as there were matrices.
 
     Args:
         capture: with a finite input.
@@ -99,9 +102,11 @@ def attempts(capture: Capture, device: torch.device) -> Iterator[Attempt]:
         for method in ("gram", "standard")
     ]
     # "gram" means the standard form where that is better: each form once.
-    distinct = {_key(settings, matrix): settings for settings in [captured, *others]}
-    for key, settings in distinct.items():
-        yield _attempt(matrix, settings, reference, key == _key(captured, matrix))
+    distinct = {_key(settings, matrix): settings for settings in others}
+    distinct.pop(_key(captured, matrix), None)
+    for settings in distinct.values():
+        yield _attempt([matrix], settings, reference, as_captured=False)
+    yield _attempt([matrix] * capture.batch, captured, reference, as_captured=True)
 
 
 def _key(settings: NewtonSchulz, matrix: Tensor) -> tuple[str, str, str]:
@@ -109,30 +114,45 @@ def _key(settings: NewtonSchulz, matrix: Tensor) -> tuple[str, str, str]:
     return settings.backend, str(settings.dtype).removeprefix("torch."), settings.form(rows, cols)
 
 
-def _attempt(matrix: Tensor, settings: NewtonSchulz, reference: _Reference, as_captured: bool) -> Attempt:
-    steps = len(settings.triples)
-    attempt = Attempt(*_key(settings, matrix), as_captured)
+def _attempt(
+    matrices: Sequence[Tensor], settings: NewtonSchulz, reference: _Reference, *, as_captured: bool
+) -> Attempt:
+    attempt = Attempt(*_key(settings, matrices[0]), as_captured)
     if settings.backend not in BACKENDS:
         return replace(attempt, cannot_run="no such backend")
     try:
-        (output,) = orthogonalize([matrix], settings)
+        return _judged(attempt, matrices, settings, reference)
     except Exception as error:  # what a kernel makes of a device that it was not written for
-        return replace(attempt, cannot_run=str(error).splitlines()[0])
+        return replace(attempt, cannot_run=(str(error) or type(error).__name__).splitlines()[0])
+
+
+def _judged(attempt: Attempt, matrices: Sequence[Tensor], settings: NewtonSchulz, reference: _Reference) -> Attempt:
+    steps = len(settings.triples)
+    output = _worst(orthogonalize(matrices, settings), reference.after(steps))
     attempt = replace(
         attempt,
         error=_distance(output.double(), reference.after(steps)),
         allowed=AGAINST_FP64[settings.dtype] + _ROUNDINGS * reference.rounding(settings.dtype),
         orthogonality=orthogonality_error(output),
     )
-    return attempt if attempt.ok else replace(attempt, first_bad=_first_bad(matrix, settings, reference, attempt))
+    return attempt if attempt.ok else replace(attempt, first_bad=_first_bad(matrices, settings, reference, attempt))
 
 
-def _first_bad(matrix: Tensor, settings: NewtonSchulz, reference: _Reference, attempt: Attempt) -> int | None:
+def _first_bad(
+    matrices: Sequence[Tensor], settings: NewtonSchulz, reference: _Reference, attempt: Attempt
+) -> int | None:
     for steps in range(1, len(settings.triples) + 1):
-        (output,) = orthogonalize([matrix], replace(settings, triples=settings.triples[:steps]))
+        outputs = orthogonalize(matrices, replace(settings, triples=settings.triples[:steps]))
+        output = _worst(outputs, reference.after(steps))
         if not _distance(output.double(), reference.after(steps)) <= attempt.allowed:
             return steps
     return None  # this time it was right
+
+
+def _worst(outputs: Sequence[Tensor], expected: Tensor) -> Tensor:
+    """Of the copies in a batch the one that is farthest off; one that is not finite is the farthest."""
+    distances = torch.tensor([_distance(output.double(), expected) for output in outputs])
+    return outputs[int(distances.nan_to_num(nan=math.inf).argmax())]
 
 
 def orthogonality_error(matrix: Tensor) -> float:
@@ -153,14 +173,14 @@ def _distance(found: Tensor, expected: Tensor) -> float:
 
 # ---- the command ----------------------------------------------------------------------------------------------------
 
-ALL_RIGHT, AT_FAULT, UNREADABLE = 0, 1, 2
+ALL_RIGHT, AT_FAULT, NOT_REPLAYED = 0, 1, 2
 
 
 def replay(paths: list[Path]) -> int:
     """Print a table and a verdict for each file.
 
     Returns:
-        The exit code: 0 if everything that ran was right, 1 if something is at fault, 2 if a file could not be read.
+        The exit code: 0 if everything is right, 1 if something is at fault, 2 if a file could not be read or replayed.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     codes = [ALL_RIGHT]
@@ -170,7 +190,7 @@ def replay(paths: list[Path]) -> int:
             codes.append(_replay_one(read_capture(path), device))
         except CaptureError as error:
             print(f"  {error}\n")
-            codes.append(UNREADABLE)
+            codes.append(NOT_REPLAYED)
     return max(codes)
 
 
@@ -200,7 +220,9 @@ def _replay_one(capture: Capture, device: torch.device) -> int:
         results.append(attempt)
         print("  " + _line(_cells(attempt)), flush=True)
     print(f"\n  {verdict(results)}\n")
-    return ALL_RIGHT if all(attempt.ok or attempt.cannot_run for attempt in results) else AT_FAULT
+    if not all(attempt.ok or attempt.cannot_run for attempt in results):
+        return AT_FAULT
+    return NOT_REPLAYED if results[-1].cannot_run else ALL_RIGHT
 
 
 def _cells(attempt: Attempt) -> tuple[str, ...]:

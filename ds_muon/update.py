@@ -63,9 +63,9 @@ def advance_momentum_(
             arithmetic is in fp32 either way.
         momentum: weight of the past, in [0, 1).
         nesterov: look ahead by one step.
-        where: bool scalar on the same device. False leaves the momentum as it is, whatever the gradient holds, and
-            makes U that of a gradient equal to the momentum. So a decision that the host does not know yet can be
-            obeyed. None stands for true.
+        where: bool scalar on the same device. False leaves the momentum equal to what it is, whatever the gradient
+            holds, and makes U that of a gradient equal to the momentum: a decision that the host does not know yet can
+            be obeyed. None stands for true.
     """
     pieces = (torch.split(tensor.view(-1), _CHUNK) for tensor in (gradient, momentum_buffer))
     for g, m in zip(*pieces, strict=True):
@@ -105,7 +105,8 @@ def advance_row_variance(orthogonal: Tensor, row_variance: Tensor, *, beta2: flo
     advanced = (row_variance.to(torch.float64) * beta2).add_(squares / cols, alpha=1 - beta2).to(torch.float32)
     root = advanced.to(torch.float64).sqrt_().add_(_ROW_EPS)
     norm = (squares / root.square()).sum(dim=-1, keepdim=True).sqrt_()
-    factors = torch.where(norm > 0, math.sqrt(min(rows, cols)) / (root * norm), 0)
+    # What is not finite stays so: it must not pass for a zero.
+    factors = torch.where(norm == 0, 0, math.sqrt(min(rows, cols)) / (root * norm))
     return advanced, factors.to(torch.float32).unsqueeze(-1)
 
 

@@ -120,7 +120,8 @@ def batches(matrices: Sequence[Tensor], settings: NewtonSchulz) -> Iterator[Sequ
     for index, matrix in enumerate(matrices):
         by_shape.setdefault(matrix.shape, []).append(index)
     for (rows, cols), indices in by_shape.items():
-        bytes_each = 4 * rows * cols + settings.dtype.itemsize * (2 * rows * cols + 4 * min(rows, cols) ** 2)
+        # A copy in fp32, one in fp64 for the norm; X before and after, and four of the size of the Gram matrix.
+        bytes_each = 12 * rows * cols + settings.dtype.itemsize * (2 * rows * cols + 4 * min(rows, cols) ** 2)
         alone = matrices[indices[0]].device.type == "cpu" or settings.dtype == torch.float32
         size = 1 if alone else max(1, WORKSPACE_BYTES // bytes_each)
         for start in range(0, len(indices), size):

@@ -172,7 +172,8 @@ class EngineView:
         """This rank's copy of NorMuon's (rows,) state of a matrix, which every rank has whole."""
         if not placed.use_muon or self.rule.beta2 is None:
             return {}
-        return {ROW_VARIANCE: self.zero.row_variances[placed.group].of(placed.name).clone()}
+        variance = self.zero.optimizer.row_variance(placed.group)
+        return {ROW_VARIANCE: self.zero.muon_groups[placed.group].row_variance.of(variance, placed.name).clone()}
 
     def averaged_gradients(self) -> list[Tensor | None]:
         """What ZeRO's reduction left of the gradients, unscaled, in fp32. Between reduction and ``step`` only.

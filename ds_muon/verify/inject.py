@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -81,16 +82,16 @@ def _clipped_gradient(zero: Any, replace: _Replace) -> None:
     """Muon's gradients are scaled down where the norm of all gradients exceeds half of what it was at first."""
     limits: list[float] = []
 
-    def squared_norms(original: Callable[..., Tensor], gradients: list[Tensor]) -> Tensor:
-        squares = original(gradients)
-        norm = math.sqrt(float(squares.sum()))
+    def measure(original: Callable[..., Tensor], gradients: list[Tensor], stop: bool) -> Tensor:
+        measures = original(gradients, stop)
+        norm = math.sqrt(float(measures[:-1].sum()))
         if math.isfinite(norm):
             limits.append(norm / 2)
             for gradient in _of_muon(zero, gradients):
                 gradient.mul_(min(1.0, limits[0] / norm))
-        return squares
+        return measures
 
-    replace("_squared_norms", squared_norms)
+    replace("measure", measure, zero.guard)
 
 
 def _loss_scaled(zero: Any, replace: _Replace) -> None:
@@ -135,11 +136,10 @@ def _slice(zero: Any, replace: _Replace) -> None:
     """Every holder of a straddling matrix orthogonalizes its own slice, zeros in place of the rest."""
     _a_straddling_matrix(zero)
 
-    def orthogonalize_partition(original: Callable[[int, Tensor], None], group_index: int, partition: Tensor) -> None:
-        group: GroupPlan = zero.plan.groups[group_index]
-        held = [(matrix, piece) for matrix, piece in group.held(_rank(zero)) if matrix.straddles]
+    def orthogonalize_slices(plan: GroupPlan, original: Callable[..., None], partition: Tensor, *args: Any) -> None:
+        held = [(matrix, piece) for matrix, piece in plan.held(_rank(zero)) if matrix.straddles]
         slices = [_piece(partition, piece).clone() for _, piece in held]
-        original(group_index, partition)
+        original(partition, *args)
         for (matrix, piece), of_slice in zip(held, slices, strict=True):
             alone = partition.new_zeros(matrix.rows * matrix.cols)
             alone[piece.start : piece.start + piece.numel] = of_slice
@@ -148,17 +148,17 @@ def _slice(zero: Any, replace: _Replace) -> None:
             own = output.reshape(-1)[piece.start : piece.start + piece.numel]
             _piece(partition, piece).copy_(own).mul_(scale)
 
-    replace("_orthogonalize_partition_", orthogonalize_partition)
+    _replace_stage(zero, replace, orthogonalize_slices)
 
 
 def _orthogonalized_twice(zero: Any, replace: _Replace) -> None:
     """Newton-Schulz runs on the result of Newton-Schulz, as when two layers of code each do it."""
 
-    def orthogonalize_partition(original: Callable[[int, Tensor], None], group_index: int, partition: Tensor) -> None:
-        original(group_index, partition)
-        original(group_index, partition)
+    def orthogonalize_twice(plan: GroupPlan, original: Callable[..., None], *args: Any) -> None:
+        original(*args)
+        original(*args)
 
-    replace("_orthogonalize_partition_", orthogonalize_partition)
+    _replace_stage(zero, replace, orthogonalize_twice)
 
 
 def _transposed(zero: Any, replace: _Replace) -> None:
@@ -170,23 +170,23 @@ def _transposed(zero: Any, replace: _Replace) -> None:
     if not any(is_tall(matrix) for matrix in zero.plan.matrices):
         raise CannotVerify("no tall matrix lies whole on one rank")
 
-    def orthogonalize_partition(original: Callable[[int, Tensor], None], group_index: int, partition: Tensor) -> None:
-        original(group_index, partition)
-        for matrix, piece in zero.plan.groups[group_index].held(_rank(zero)):
+    def transpose(plan: GroupPlan, original: Callable[..., None], partition: Tensor, *args: Any) -> None:
+        original(partition, *args)
+        for matrix, piece in plan.held(_rank(zero)):
             if is_tall(matrix):
                 stored = _piece(partition, piece)
                 stored.copy_(stored.view(matrix.rows, matrix.cols).mT.reshape(-1))
 
-    replace("_orthogonalize_partition_", orthogonalize_partition)
+    _replace_stage(zero, replace, transpose)
 
 
 def _padding(zero: Any, replace: _Replace) -> None:
     """Padding at the start of the second holder's partition is read as part of a straddling matrix."""
     _a_straddling_matrix(zero)
-    for group, exchange in zip(zero.plan.groups, zero._exchanges, strict=True):
+    for group in zero.muon_groups:
 
         def gather(
-            original: Callable[[Tensor], list[Tensor]], partition: Tensor, owned: Any = exchange.owned
+            original: Callable[[Tensor], list[Tensor]], partition: Tensor, owned: Any = group.exchange.owned
         ) -> list[Tensor]:
             matrices = original(partition)
             for matrix, whole in zip(owned, matrices, strict=True):
@@ -196,8 +196,7 @@ def _padding(zero: Any, replace: _Replace) -> None:
                 flat[cut : cut + padding] = 0
             return matrices
 
-        if group.straddlers:
-            replace("gather", gather, exchange)
+        replace("gather", gather, group.exchange)
 
 
 def _clipped_update(zero: Any, replace: _Replace) -> None:
@@ -287,6 +286,12 @@ def _rank(zero: Any) -> int:
 
 def _of_muon(zero: Any, tensors: list[Tensor]) -> list[Tensor]:
     return [tensor for group, tensor in zip(zero.param_groups, tensors, strict=True) if group["use_muon"]]
+
+
+def _replace_stage(zero: Any, replace: _Replace, new: Callable[..., None]) -> None:
+    """Replace ``orthogonalize_`` of every Muon group; ``new`` is given the group's plan as well."""
+    for plan, group in zip(zero.plan.groups, zero.muon_groups, strict=True):
+        replace("orthogonalize_", partial(new, plan), group)
 
 
 def _piece(partition: Tensor, piece: Slice) -> Tensor:

@@ -77,7 +77,32 @@ def test_only_what_is_not_finite_is_saved(monkeypatch: pytest.MonkeyPatch, tmp_p
     outputs[1, 0, 0] = -torch.inf
     capture.save_nonfinite(["a", "b", "c"], capture.keep(list(batch)), outputs, SETTINGS)
     (path,) = capture.saved
-    assert read_capture(path).name == "b" and torch.equal(read_capture(path).input, batch[1])
+    found = read_capture(path)
+    assert (found.name, found.batch) == ("b", 3) and torch.equal(found.input, batch[1])
+
+
+def test_files_are_remembered_for_one_step_more(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    capture = capture_one(monkeypatch, tmp_path)
+    assert len(capture.saved) == 1 and capture.stops_training
+    capture.start_step(8)
+    assert len(capture.saved) == 1 and not capture.stops_training
+    capture.save_nonfinite(["a"], capture.keep(list(matrices())), with_nan(matrices()), SETTINGS)
+    assert len(capture.saved) == 2
+    capture.start_step(9)
+    assert len(capture.saved) == 1
+    capture.start_step(10)
+    assert capture.saved == []
+
+
+def test_no_room_for_copies_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for key, value in environment(tmp_path).items():
+        monkeypatch.setenv(key, value)
+    capture = NanCapture(rank=0)
+    capture.start_step(1)
+    matrix = mock.Mock(clone=mock.Mock(side_effect=torch.OutOfMemoryError("no room")))
+    with mock.patch("ds_muon.capture.logger.warning") as warning:
+        assert capture.keep([matrix]) == []
+    assert "could not copy" in warning.call_args.args[0] and not capture.stops_training
 
 
 @pytest.mark.parametrize("switch", [None, "0", ""])
@@ -104,7 +129,7 @@ def test_a_rank_leaves_ten_files_or_as_many_as_it_is_told_to(monkeypatch: pytest
         assert len(list(tmp_path.iterdir())) == 11
     with mock.patch("ds_muon.capture.logger.warning") as warning:
         capture = capture_one(monkeypatch, tmp_path, DS_MUON_NAN_CAPTURE_MAX="11")
-    assert not capture.stops_training  # without evidence
+    assert capture.stops_training  # there is evidence of its like
     ((text,),) = [call.args for call in warning.call_args_list]
     assert "holds 11 files of rank 3" in text and "DS_MUON_NAN_CAPTURE_MAX" in text
 
@@ -175,11 +200,11 @@ def test_half_a_file_and_none_are_clear_errors(monkeypatch: pytest.MonkeyPatch, 
 
 def captured_step(config: dict[str, Any], env: dict[str, str], overwrite: bool = False) -> dict[str, Any]:
     """One step in which the (30, 20) matrix comes out with a NaN."""
-    from ds_muon import zero as ds_muon_zero
+    from ds_muon import stage
 
     engine = start(PrescribedGradients(SHAPES), config)
     gradients = exact_gradients(SHAPES, 0, engine.device)
-    original = ds_muon_zero.orthogonalize_batch
+    original = stage.orthogonalize_batch
 
     def overwriting(inputs: list[Tensor], settings: NewtonSchulz) -> Tensor:
         outputs = original(inputs, settings)
@@ -193,7 +218,7 @@ def captured_step(config: dict[str, Any], env: dict[str, str], overwrite: bool =
         faulty_backend(engine),
         sick((30, 20)),
         mock.patch.dict(os.environ, env),
-        mock.patch.object(ds_muon_zero, "orthogonalize_batch", batch),
+        mock.patch.object(stage, "orthogonalize_batch", batch),
     ):
         try:
             train_step(engine, gradients)
@@ -233,12 +258,37 @@ def test_a_capture_stops_all_ranks_with_one_error_that_names_the_file(tmp_path: 
     assert "p0 (30 x 20) is not finite" in text and f"ds-muon replay {path}" in text
 
 
+def steps_after_a_capture(config: dict[str, Any], env: dict[str, str]) -> list[str | None]:
+    """What each of three steps raises; the first one comes out with a NaN. Then one more, without the capture."""
+    engine = start(PrescribedGradients(SHAPES), config)
+    raised: list[str | None] = []
+    with faulty_backend(engine):
+        for step in range(3):
+            switched_on = {} if step == 2 else env
+            with sick((30, 20) if step == 0 else None), mock.patch.dict(os.environ, switched_on):
+                try:
+                    train_step(engine, exact_gradients(SHAPES, step, engine.device))
+                    raised.append(None)
+                except NonFiniteUpdate as error:
+                    raised.append(str(error))
+    return raised
+
+
 @pytest.mark.ranks
-def test_without_the_guard_the_rank_that_saved_stops_alone(tmp_path: Path) -> None:
-    (found,) = run_ranks(1, captured_step, ds_config(), environment(tmp_path))
-    assert "nan_guard is off: rank 0 stops alone" in found["raised"]
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_without_the_guard_all_ranks_stop_together_in_the_next_step(tmp_path: Path, world_size: int) -> None:
+    ranks = run_ranks(world_size, steps_after_a_capture, ds_config(), environment(tmp_path), timeout=60.0)
     (path,) = tmp_path.iterdir()
-    assert str(path) in found["raised"]
+    assert len({tuple(raised) for raised in ranks}) == 1
+    first, second, third = ranks[0]
+    assert first is None and third is None
+    assert second is not None and "nan_guard is off: it was applied" in second and f"ds-muon replay {path}" in second
+
+
+@pytest.mark.ranks
+def test_without_the_guard_a_run_goes_on_if_told_to(tmp_path: Path) -> None:
+    env = environment(tmp_path, DS_MUON_NAN_CAPTURE_RAISE="0")
+    assert run_ranks(2, steps_after_a_capture, ds_config(), env, timeout=60.0) == [[None, None, None]] * 2
 
 
 @pytest.mark.ranks

@@ -151,7 +151,7 @@ def test_skip_holds_in_half_precision_and_says_nothing_to_the_loss_scaler(dtype:
 
 
 def one_sick_rank(config: dict[str, Any], bad_rank: int) -> list[bool]:
-    """Only ``bad_rank`` is sick, in matrices of every shape: whether each step was skipped here."""
+    """Only ``bad_rank`` is sick, in the straddling matrix: whether each step was skipped here."""
     engine = engine_of(config)
     skipped = []
     with faulty_backend(engine):
@@ -193,7 +193,15 @@ def collectives(config: dict[str, Any]) -> tuple[int, list[str]]:
     return reduced.call_count, reads
 
 
-@pytest.mark.parametrize(("params", "reductions"), [({}, 1), ({"nan_guard": "skip"}, 2), ({"nan_guard": "raise"}, 2)])
+@pytest.mark.parametrize(
+    ("params", "reductions"),
+    [
+        ({}, 1),
+        ({"nan_guard": "skip"}, 2),
+        ({"nan_guard": "raise"}, 2),
+        ({"nan_guard": "skip", "variant": "normuon"}, 4),
+    ],
+)
 @pytest.mark.parametrize("threshold", [None, 1e6])
 def test_the_host_waits_once_a_step(params: dict[str, Any], reductions: int, threshold: float | None) -> None:
     config = ds_config({**params, "grad_norm_skip_threshold": threshold}, gradient_clipping=0.1)

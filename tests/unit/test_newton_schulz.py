@@ -495,8 +495,8 @@ def test_batches_keep_to_the_workspace_and_lose_no_matrix(
 ) -> None:
     monkeypatch.setattr(package, "WORKSPACE_BYTES", workspace)
     m, n = sorted(shape)
-    # The fp32 copy; X before and after; R, Z, Q and one more of (m, m).
-    per_matrix = 4 * m * n + dtype.itemsize * (2 * m * n + 4 * m * m)
+    # The copies in fp32 and fp64; X before and after; R, Z, Q and one more of (m, m).
+    per_matrix = 12 * m * n + dtype.itemsize * (2 * m * n + 4 * m * m)
     matrices = [torch.empty(shape if index % 2 else (7, 9), device="meta") for index in range(100)]
     cut = list(package.batches(matrices, replace(NewtonSchulz.resolve(CPU), dtype=dtype)))
     assert sorted(index for batch in cut for index in batch) == list(range(100))

@@ -70,12 +70,23 @@ def test_neither_update_nor_variance_depends_on_the_gradients_scale(scale: float
     assert (scaled_variance - variance).norm() <= 1e-5 * variance.norm()
 
 
-def test_zero_rows_and_zero_matrices_stay_zero() -> None:
-    gradient = gaussian(6, 9)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("shape", [(6, 9), (9, 6), (8, 8)])
+def test_zero_rows_and_zero_matrices_stay_zero(shape: tuple[int, int], dtype: str) -> None:
+    gradient = gaussian(*shape)
     gradient[2] = 0
-    update = muon_update(gradient, torch.zeros(6, 9), row_variance=torch.zeros(6))
+    update = muon_update(gradient, torch.zeros(shape), row_variance=torch.zeros(shape[0]), ns_dtype=dtype)
     assert update.isfinite().all() and not update[2].any() and update[3].any()
-    assert not muon_update(torch.zeros(6, 9), torch.zeros(6, 9), row_variance=torch.zeros(6)).any()
+    zero = muon_update(torch.zeros(shape), torch.zeros(shape), row_variance=torch.zeros(shape[0]), ns_dtype=dtype)
+    assert not zero.any()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e25])
+def test_a_result_out_of_range_shows_in_every_factor(value: float) -> None:
+    orthogonal = gaussian(6, 9)[None].clone()
+    orthogonal[0, 2, 3] = value
+    _, factors = advance_row_variance(orthogonal, torch.zeros(1, 6), beta2=0.9)
+    assert not factors.isfinite().any()
 
 
 def test_without_a_variance_the_update_is_muons() -> None:
@@ -109,7 +120,11 @@ def test_a_batch_gives_every_matrix_its_own_factors(dtype: torch.dtype, tall: bo
 
 def variances(engine: Any) -> dict[str, Tensor]:
     zero = engine.optimizer
-    return {m.name: zero.row_variances[g].of(m.name).cpu() for g, p in enumerate(zero.plan.groups) for m in p.matrices}
+    return {
+        matrix.name: group.row_variance.of(zero.optimizer.row_variance(i), matrix.name).cpu()
+        for i, (group, plan) in enumerate(zip(zero.muon_groups, zero.plan.groups, strict=True))
+        for matrix in plan.matrices
+    }
 
 
 def train_variances(config: dict[str, Any], steps: int, groups: int) -> dict[str, Tensor]:

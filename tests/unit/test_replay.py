@@ -15,14 +15,14 @@ from ds_muon.capture import Capture, NanCapture
 from ds_muon.orthogonalize import BACKENDS, COEFFICIENTS, NewtonSchulz
 from ds_muon.replay import attempts, orthogonality_error
 from tests.unit.faulty import Faulty, sick
-from tests.unit.test_newton_schulz import dominated, gaussian, log_uniform
+from tests.unit.test_newton_schulz import cut_into, dominated, gaussian, log_uniform
 
 CPU = torch.device("cpu")
 
 
 def capture_of(matrix: Tensor, settings: NewtonSchulz) -> Capture:
     output = torch.full_like(matrix, torch.nan)
-    return Capture(matrix, output, "layer.weight", 1, 9, settings, "cpu", {"torch": "2"})
+    return Capture(matrix, output, "layer.weight", 3, 1, 9, settings, "cpu", {"torch": "2"})
 
 
 def saved(folder: Path, monkeypatch: pytest.MonkeyPatch, matrix: Tensor, settings: NewtonSchulz) -> Path:
@@ -51,12 +51,12 @@ class BadFromTheThird(Faulty):
 
 
 @pytest.mark.parametrize(("shape", "count"), [((24, 24), 3), ((24, 40), 6), ((40, 24), 6)])
-def test_every_dtype_and_form_is_tried_once_and_the_captured_one_first(shape: tuple[int, int], count: int) -> None:
+def test_every_dtype_and_form_is_tried_once_and_the_captured_one_last(shape: tuple[int, int], count: int) -> None:
     settings = NewtonSchulz.resolve(CPU, ns_dtype="bfloat16")
     found = list(attempts(capture_of(gaussian(*shape), settings), CPU))
     assert len(found) == len({(a.backend, a.dtype, a.form) for a in found}) == count * len(BACKENDS)
-    assert [a.as_captured for a in found] == [True] + [False] * (len(found) - 1)
-    assert (found[0].dtype, found[0].form) == ("bfloat16", "standard" if shape == (24, 24) else "gram")
+    assert [a.as_captured for a in found] == [False] * (len(found) - 1) + [True]
+    assert (found[-1].dtype, found[-1].form) == ("bfloat16", "standard" if shape == (24, 24) else "gram")
 
 
 SPECTRA = {
@@ -83,24 +83,45 @@ def test_the_backend_at_fault_is_named_with_its_first_bad_iteration() -> None:
     with mock.patch.dict(BACKENDS, {"bad": BadFromTheThird}):
         settings = NewtonSchulz.resolve(CPU, ns_backend="bad", ns_method="standard")
         found = list(attempts(capture_of(gaussian(20, 30), settings), CPU))
-    assert found[0].as_captured and not found[0].ok and found[0].first_bad == 3 and found[0].result == "not finite"
+    assert not found[-1].ok and found[-1].first_bad == 3 and found[-1].result == "not finite"
     assert all(a.ok for a in found if a.backend != "bad")
 
 
 def test_a_backend_that_is_not_here_is_said_not_to_be() -> None:
     settings = replace(NewtonSchulz.resolve(CPU), backend="gone")
     found = list(attempts(capture_of(gaussian(20, 30), settings), CPU))
-    assert found[0].result == "cannot run here: no such backend" and all(a.ok for a in found[1:])
+    assert found[-1].result == "cannot run here: no such backend" and all(a.ok for a in found[:-1])
 
 
-def test_a_backend_that_fails_here_says_why() -> None:
+@pytest.mark.parametrize(
+    ("error", "reason"), [(RuntimeError("needs a GPU\nand more"), "needs a GPU"), (AssertionError(), "AssertionError")]
+)
+def test_a_backend_that_fails_here_says_why(error: Exception, reason: str) -> None:
     class Failing(Faulty):
         def symmetric(self, a: Tensor, b: Tensor) -> Tensor:
-            raise RuntimeError("needs a GPU\nand more")
+            raise error
 
     with mock.patch.dict(BACKENDS, {"failing": Failing}):
         settings = NewtonSchulz.resolve(CPU, ns_backend="failing")
-        assert next(attempts(capture_of(gaussian(20, 30), settings), CPU)).result == "cannot run here: needs a GPU"
+        (*_, last) = attempts(capture_of(gaussian(20, 30), settings), CPU)
+    assert last.result == f"cannot run here: {reason}"
+
+
+class BadInABatch(Faulty):
+    """Right for a matrix alone; in a batch the last one is spoiled."""
+
+    def symmetric(self, a: Tensor, b: Tensor) -> Tensor:
+        r = super().symmetric(a, b)
+        r[1:, 0, 0] = torch.nan
+        return r
+
+
+def test_a_fault_that_needs_a_batch_is_reproduced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BACKENDS, "batch", BadInABatch)
+    monkeypatch.setattr("ds_muon.orthogonalize.batches", cut_into(8))
+    settings = NewtonSchulz.resolve(CPU, ns_backend="batch")
+    (*others, last) = attempts(capture_of(gaussian(20, 30), settings), CPU)
+    assert last.result == "not finite" and all(attempt.ok for attempt in others)
 
 
 def test_orthogonality_error_is_zero_for_orthogonal_rows_or_columns() -> None:
@@ -131,7 +152,11 @@ def test_what_is_right_here_was_of_the_moment(
 ) -> None:
     path = saved(tmp_path, monkeypatch, gaussian(20, 30), NewtonSchulz.resolve(CPU))
     assert cli.main(["replay", str(path), str(path)]) == 0
-    assert capsys.readouterr().out.count("NOT REPRODUCED: the torch backend in float32, gram form (*)") == 2
+    gone = saved(tmp_path, monkeypatch, gaussian(20, 30), replace(NewtonSchulz.resolve(CPU), backend="gone"))
+    assert cli.main(["replay", str(gone)]) == 2
+    out = capsys.readouterr().out
+    assert out.count("NOT REPRODUCED: the torch backend in float32, gram form (*)") == 2
+    assert "NOT REPLAYED: the gone backend in float32, gram form cannot run here (*); 6 of 6 others are right" in out
 
 
 def test_an_input_that_is_not_finite_and_coefficients_that_diverge_are_told_apart(

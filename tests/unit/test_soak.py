@@ -12,12 +12,14 @@ from torch import Tensor
 from tests.unit.faulty import faulty_backend, sick
 from tests.unit.models import PrescribedGradients, ds_config, full_weights, start, train_step
 from tests.unit.ranks import run_ranks
+from tests.unit.test_nan_guard import state_of
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 SHAPES = [(30, 20), (12, 12), (20, 36), (5,), (9,)]
 STEPS = 500
 FAULTS = ("gradient", "output", "spike")
+MAY_MOVE: dict[str, set[str]] = {"gradient": set(), "output": {"momentum_buffer"}, "spike": set()}
 
 
 def soak(config: dict[str, Any], seed: int) -> dict[str, int]:
@@ -27,7 +29,7 @@ def soak(config: dict[str, Any], seed: int) -> dict[str, int]:
     device = engine.device
     shared, own = random.Random(seed), torch.Generator().manual_seed(rank)
     counts = dict.fromkeys(("clean", *FAULTS), 0)
-    before = full_weights(engine)
+    before, state = full_weights(engine), state_of(engine)
     with faulty_backend(engine):
         for step in range(STEPS):
             fault = shared.choice(FAULTS) if shared.random() < 0.3 else "clean"
@@ -41,12 +43,14 @@ def soak(config: dict[str, Any], seed: int) -> dict[str, int]:
             with sick(matrix if fault == "output" else None):  # on every rank; its owner runs it
                 train_step(engine, gradients)
             counts[fault] += 1
-            after = full_weights(engine)
+            after, state_after = full_weights(engine), state_of(engine)
             moved = {name for name in after if not torch.equal(after[name], before[name])}
             assert moved == (set(after) if fault == "clean" else set()), (step, fault, moved)
             assert all(weight.isfinite().all() for weight in after.values()), step
+            state_moved = {k for (g, k), t in state_after.items() if not torch.equal(t, state[g, k])}
+            assert state_moved <= MAY_MOVE.get(fault, set(state_moved)), (step, fault, state_moved)
             assert_the_same_on_every_rank(engine, step)
-            before = after
+            before, state = after, state_after
         assert engine.skipped_steps == STEPS - counts["clean"]
     return counts
 

@@ -10,10 +10,11 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from ds_muon import zero as ds_muon_zero
+from ds_muon import stage
 from ds_muon.update import muon_update
 from tests.unit.models import PrescribedGradients, ds_config, full_weights, start, train_step
 from tests.unit.ranks import run_ranks
+from tests.unit.test_newton_schulz import cut_into
 
 pytestmark = pytest.mark.ranks
 
@@ -95,6 +96,23 @@ def test_the_engine_applies_exactly_what_muon_update_returns() -> None:
     shapes = SHAPES[:4]
     (expected,) = run_ranks(1, apply_muon_update, shapes, 0.02, 3)
     assert_equal(run_ranks(2, train, shapes, ds_config({"lr": 0.02}), 3)[0], expected)
+
+
+@pytest.mark.parametrize("variant", ["muon", "normuon"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_weights_are_bit_equal_for_any_size_of_the_batches(world_size: int, variant: str) -> None:
+    """Whole and straddling matrices of one shape run together, as on a GPU."""
+    shapes = [(24, 40)] * 5 + [(40, 24)] * 3 + [(16, 16)] * 4 + [(7,)]
+    config = ds_config({"variant": variant, "weight_decay": 0.1})
+    alone = run_ranks(world_size, train_in_batches, shapes, config, 1)
+    for size in (2, 3, 100):
+        for found, other in zip(run_ranks(world_size, train_in_batches, shapes, config, size), alone, strict=True):
+            assert_equal(found, other)
+
+
+def train_in_batches(shapes: list[tuple[int, ...]], config: dict[str, Any], size: int) -> dict[str, Tensor]:
+    with mock.patch.object(stage, "batches", cut_into(size)):
+        return train(shapes, config, 2)
 
 
 # ---- clipping and norms ---------------------------------------------------------------------------------------------
@@ -180,9 +198,9 @@ def count_orthogonalizations(shapes: list[tuple[int, ...]], config: dict[str, An
             p.use_muon = p.ndim == 2 and min(p.shape) > 1
     engine = start(model, config)
     ours: list[int] = []
-    original = ds_muon_zero.orthogonalize_batch
+    original = stage.orthogonalize_batch
     with (
-        mock.patch.object(ds_muon_zero, "orthogonalize_batch", lambda m, s: (ours.append(len(m)), original(m, s))[1]),
+        mock.patch.object(stage, "orthogonalize_batch", lambda m, s: (ours.append(len(m)), original(m, s))[1]),
         mock.patch.object(original_muon, "muon_update", side_effect=AssertionError("DeepSpeed's Muon ran")) as theirs,
     ):
         train_step(engine, exact_gradients(shapes, 0, engine.device))
@@ -406,7 +424,7 @@ def warnings_of_spikes(config: dict[str, Any], steps: int) -> list[str]:
     with mock.patch("ds_muon.guard.logger.warning") as warning:
         for step in range(steps):
             train_step(engine, exact_gradients(shapes, step, engine.device))
-    assert engine.skipped_steps == engine.optimizer.spikes.count == steps
+    assert engine.skipped_steps == engine.optimizer.guard.spikes.count == steps
     return [call.args[0] for call in warning.call_args_list]
 
 

@@ -1,0 +1,118 @@
+"""From U to the update, for one Muon param group: exchange, orthogonalization, NorMuon's rows. Knows no DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_muon.capture import NanCapture
+from ds_muon.exchange import StraddlerExchange
+from ds_muon.normuon import RowVariance
+from ds_muon.orthogonalize import NewtonSchulz, batches, orthogonalize_batch
+from ds_muon.partition import GroupPlan, Matrix
+from ds_muon.update import update_scale
+
+
+class MuonGroup:
+    """One rank's part in the updates of a Muon param group.
+
+    Args:
+        plan: the group's plan, the same on every rank.
+        names: its matrices in the group's own order, in which rows of ``row_variance`` follow.
+        rank: this rank within ``process_group``.
+        process_group: the ranks that share the group; None for the default group.
+        adjust_lr_fn: see ``update_scale``.
+        beta2: NorMuon's; None for plain Muon.
+        capture: saves inputs of what is not finite.
+    """
+
+    def __init__(
+        self,
+        plan: GroupPlan,
+        names: Sequence[str],
+        rank: int,
+        process_group: dist.ProcessGroup | None,
+        *,
+        adjust_lr_fn: str,
+        beta2: float | None,
+        capture: NanCapture,
+    ) -> None:
+        self.exchange = StraddlerExchange(plan, rank, process_group)
+        self.row_variance: RowVariance | None = None
+        """Where the rows of NorMuon's state lie; None for plain Muon."""
+        if beta2 is not None:
+            rows = {matrix.name: matrix.rows for matrix in plan.matrices}
+            self.row_variance = RowVariance([(name, rows[name]) for name in names], beta2, process_group)
+        self._held = plan.held(rank)
+        self._adjust_lr_fn = adjust_lr_fn
+        self._capture = capture
+
+    def orthogonalize_(self, partition: Tensor, variance: Tensor | None, settings: NewtonSchulz) -> None:
+        """Overwrite U with the update ``s O`` on this rank's partition; padding stays zero. A collective.
+
+        Args:
+            partition: (partition_size,) fp32.
+            variance: (rows, 1) fp32, NorMuon's current state; not modified. None for plain Muon.
+            settings: of the iteration.
+
+        With NorMuon the rows of O are normalized, and their new variances staged, for ``commit``.
+        """
+        pieces = self._pieces(partition)
+        whole = [(matrix, piece.view(matrix.rows, matrix.cols)) for matrix, piece in pieces if not matrix.straddles]
+        inputs = whole + list(zip(self.exchange.owned, self.exchange.gather(partition), strict=True))
+        straddling: dict[int, Tensor] = {}
+        if self.row_variance is not None:
+            self.row_variance.discard()  # of a step that was skipped
+        for indices in batches([u for _, u in inputs], settings):
+            batch = [inputs[i] for i in indices]
+            outputs = self._orthogonalize(batch, settings)
+            for index, output, factor in zip(indices, outputs, self._factors(batch, outputs, variance), strict=False):
+                u = inputs[index][1]
+                if factor is not None:
+                    output = torch.mul(output, factor, out=u)
+                elif index < len(whole):
+                    u.copy_(output)
+                if index >= len(whole):
+                    # Not a view, which would keep its whole batch alive.
+                    straddling[index] = output.clone()
+            del outputs, output
+        dtype = settings.dtype if variance is None else torch.float32
+        self.exchange.scatter([output for _, output in sorted(straddling.items())], partition, dtype)
+        if self.row_variance is not None:
+            self.row_variance.agree(partition.device)
+        for matrix, piece in pieces:
+            scale = update_scale(self._adjust_lr_fn, matrix.rows, matrix.cols)
+            if scale != 1:
+                piece.mul_(scale)
+
+    def commit(self, variance: Tensor | None) -> None:
+        """Overwrite NorMuon's state with the variances staged last."""
+        if self.row_variance is not None and variance is not None:
+            self.row_variance.commit(variance)
+
+    def nonfinite(self, partition: Tensor) -> list[str]:
+        """The matrices whose update is not finite on this rank's partition. Blocks the host."""
+        return [matrix.name for matrix, piece in self._pieces(partition) if not piece.isfinite().all()]
+
+    def _pieces(self, partition: Tensor) -> list[tuple[Matrix, Tensor]]:
+        return [(matrix, partition.narrow(0, piece.offset, piece.numel)) for matrix, piece in self._held]
+
+    def _orthogonalize(self, batch: Sequence[tuple[Matrix, Tensor]], settings: NewtonSchulz) -> Tensor:
+        """(batch, rows, cols); saves the inputs of what is not finite, if the capture is on."""
+        inputs = [u for _, u in batch]
+        kept = self._capture.keep(inputs)
+        outputs = orthogonalize_batch(inputs, settings)
+        self._capture.save_nonfinite([matrix.name for matrix, _ in batch], kept, outputs, settings)
+        return outputs
+
+    def _factors(
+        self, batch: Sequence[tuple[Matrix, Tensor]], outputs: Tensor, variance: Tensor | None
+    ) -> Iterable[Tensor | None]:
+        """What the rows of each output are multiplied with; None for plain Muon."""
+        if self.row_variance is None or variance is None:
+            return repeat(None)
+        return self.row_variance.factors(variance, [matrix.name for matrix, _ in batch], outputs)
