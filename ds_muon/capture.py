@@ -29,6 +29,8 @@ from ds_muon.orthogonalize import NewtonSchulz
 # Of the file's content; raised when it changes.
 FORMAT = 1
 
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
 _SWITCH = "DS_MUON_NAN_CAPTURE"
 _DEFAULT_FOLDER, _DEFAULT_MAX = "ds_muon_captures", 10
 
@@ -49,13 +51,17 @@ class NanCapture:
         self._saved_before = 0
         self._seen = False
         self._rank = rank
-        self._on = False
+        self.is_on = False
+        """Whether inputs are saved in this step."""
         self._step = 0
         self._warned = False
 
     def start_step(self, step: int) -> None:
         """Look at the environment: what is set now holds for this step."""
-        self._on = os.environ.get(_SWITCH) == "1"
+        switch = os.environ.get(_SWITCH, "0")
+        self.is_on = switch == "1"
+        if switch not in ("", "0", "1"):
+            self._warn(f"{_SWITCH}={switch} is neither 1 nor 0: nothing is saved")
         self._step = step
         self._seen = False
         del self.saved[: self._saved_before]
@@ -68,7 +74,7 @@ class NanCapture:
 
     def keep(self, matrices: Sequence[Tensor]) -> list[Tensor]:
         """Copies of what is about to be orthogonalized; none while the capture is off, or where there is no room."""
-        if not self._on:
+        if not self.is_on:
             return []
         try:
             return [matrix.clone() for matrix in matrices]
@@ -98,7 +104,7 @@ class NanCapture:
                     self._warn(f"could not save the input of {name}: {error}")
 
     def _save(self, content: dict[str, Any]) -> None:
-        folder = Path(os.environ.get(f"{_SWITCH}_DIR") or _DEFAULT_FOLDER)
+        folder = Path(os.environ.get(f"{_SWITCH}_DIR") or _DEFAULT_FOLDER).expanduser()
         most = int(os.environ.get(f"{_SWITCH}_MAX") or _DEFAULT_MAX)
         folder.mkdir(parents=True, exist_ok=True)
         self._seen = True
@@ -191,20 +197,42 @@ def read_capture(path: Path) -> Capture:
         raise CaptureError(f"{path} is damaged, or no capture: {reason}") from None
     if not isinstance(content, dict) or "ds_muon_capture" not in content:
         raise CaptureError(f"{path} is not a capture: it was saved by something else")
-    if content["ds_muon_capture"] != FORMAT:
-        raise CaptureError(f"{path} has format {content['ds_muon_capture']!r}; this version reads format {FORMAT}")
+    found = content["ds_muon_capture"]
+    if not isinstance(found, int) or found != FORMAT:
+        raise CaptureError(f"{path} has format {found!s:.20}; this version reads format {FORMAT}")
     try:
-        settings = dict(content["settings"])
-        settings["dtype"] = getattr(torch, settings["dtype"])
-        settings["triples"] = tuple((float(a), float(b), float(c)) for a, b, c in settings["triples"])
-        keys = ("input", "output", "name", "batch", "rank", "step", "device", "versions")
-        fields = {key: content[key] for key in keys}
-        capture = Capture(settings=NewtonSchulz(**settings), **fields)
-        if capture.input.ndim != 2 or capture.input.shape != capture.output.shape:
-            raise ValueError("input and output are not matrices of one shape")
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        return _checked(content)
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise CaptureError(f"{path} is a damaged capture: {error!r}") from None
-    return capture
+
+
+def _checked(content: dict[str, Any]) -> Capture:
+    """A capture of the right types and shapes. Raises whatever comes of others."""
+    settings = dict(content["settings"])
+    settings["dtype"] = _DTYPES[settings["dtype"]]
+    settings["triples"] = tuple((float(a), float(b), float(c)) for a, b, c in settings["triples"])
+    settings["eps"] = float(settings["eps"])
+    if not settings["triples"] or settings["method"] not in ("gram", "standard"):
+        raise ValueError(f"there is no iteration of method {settings['method']!r}, coefficients {settings['triples']}")
+    matrix, output = content["input"], content["output"]
+    for tensor in (matrix, output):
+        if tensor.ndim != 2 or tensor.layout != torch.strided or tensor.device.type != "cpu" or not tensor.numel():
+            raise ValueError("input and output are not matrices")
+        if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.itemsize:
+            raise ValueError("there is less data than the shapes tell")
+    if matrix.dtype != torch.float32 or matrix.shape != output.shape or not output.is_floating_point():
+        raise ValueError("the input is not in fp32, or the output has another shape or type")
+    return Capture(
+        input=matrix,
+        output=output,
+        name=str(content["name"]),
+        batch=max(1, int(content["batch"])),
+        rank=int(content["rank"]),
+        step=int(content["step"]),
+        settings=NewtonSchulz(**settings | {"backend": str(settings["backend"])}),
+        device=str(content["device"]),
+        versions={str(library): version for library, version in content["versions"].items()},
+    )
 
 
 def _unused_path(folder: Path, rank: int, matrix: Tensor) -> Path:

@@ -185,6 +185,7 @@ class StepGuard:
         norm_of_adamw: float,
         scaler_is_watching: bool,
         describe: Callable[[], str],
+        capturing: bool,
         files: Sequence[Path],
     ) -> None:
         """Warn that a step is skipped, or raise. A collective where an update is not finite.
@@ -194,18 +195,19 @@ class StepGuard:
             norm_of_adamw: of its gradients.
             scaler_is_watching: whether a dynamic loss scaler looks for non-finite gradients, and reports them itself.
             describe: the same words on every rank for the updates that are not finite; a collective.
-            files: inputs that this rank saved.
+            capturing: whether this rank saves inputs.
+            files: those that it has saved.
 
         Raises:
             NonFiniteUpdate: the same on every rank.
         """
         if findings.stop:
-            why = "an update of the step before was not finite, and nan_guard is off: it was applied"
-            raise NonFiniteUpdate(self._why_stopped(why, files))
+            why = "an update of the step before was not finite; nan_guard is off"
+            raise NonFiniteUpdate(self._why_stopped(why, files, capturing))
         if findings.updates != FINITE:
             why = describe()
             if findings.updates == CAPTURED or self._nan_guard == "raise":
-                raise NonFiniteUpdate(self._why_stopped(why, files))
+                raise NonFiniteUpdate(self._why_stopped(why, files, capturing))
             self.bad_updates.warn(why)
         elif not findings.gradients_are_finite:
             bad = [name for name, square in zip(groups, findings.squares, strict=True) if not math.isfinite(square)]
@@ -221,13 +223,19 @@ class StepGuard:
         for skipped in (self.spikes, self.bad_gradients, self.bad_updates):
             skipped.close()
 
-    def _why_stopped(self, why: str, files: Sequence[Path]) -> str:
-        saved = [path for of_rank in gather(list(files), self._process_group) for path in of_rank]
-        evidence = "DS_MUON_NAN_CAPTURE=1 saves such inputs for ds-muon replay"
+    def _why_stopped(self, why: str, files: Sequence[Path], capturing: bool) -> str:
+        """The same on every rank. A collective; blocks the host."""
+        ranks = gather((list(files), capturing), self._process_group)
+        saved = [path for of_rank, _ in ranks for path in of_rank]
         remedy = 'nan_guard "skip" goes on without such steps'
+        if any(on for _, on in ranks):
+            remedy = f"With DS_MUON_NAN_CAPTURE_RAISE=0, {remedy}"
         if saved:
             evidence = f"the input is saved: ds-muon replay {' '.join(map(str, saved))}"
-            remedy = f"With DS_MUON_NAN_CAPTURE_RAISE=0, {remedy}"
+        elif any(on for _, on in ranks):
+            evidence = "the input could not be saved: see the warnings"
+        else:
+            evidence = "DS_MUON_NAN_CAPTURE=1 saves such inputs for ds-muon replay"
         return f"{why}. Nothing was applied in this step; {evidence}. {remedy}"
 
 

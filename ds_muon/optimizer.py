@@ -71,6 +71,12 @@ class DSMuon(Optimizer):
                 for key, value in self._adamw.defaults.items():
                     group.setdefault(key, value)
 
+    def momentum_buffer(self, group_index: int) -> Tensor:
+        """The momentum of a Muon group: (partition_size,)."""
+        (p,) = self.param_groups[group_index]["params"]
+        momentum_buffer: Tensor = self.state[p]["momentum_buffer"]
+        return momentum_buffer
+
     def row_variance(self, group_index: int) -> Tensor | None:
         """NorMuon's second moments of a Muon group: (rows, 1) fp32; None for plain Muon."""
         (p,) = self.param_groups[group_index]["params"]
@@ -86,9 +92,8 @@ class DSMuon(Optimizer):
             where: bool scalar on the device: whether the momentum may move.
         """
         group = self.param_groups[group_index]
-        (p,) = group["params"]
-        momentum, nesterov = group["momentum"], group["nesterov"]
-        advance_momentum_(gradient, self.state[p]["momentum_buffer"], momentum=momentum, nesterov=nesterov, where=where)
+        momentum_buffer, momentum, nesterov = self.momentum_buffer(group_index), group["momentum"], group["nesterov"]
+        advance_momentum_(gradient, momentum_buffer, momentum=momentum, nesterov=nesterov, where=where)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

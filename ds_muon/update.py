@@ -28,7 +28,7 @@ from ds_muon.orthogonalize import NewtonSchulz, orthogonalize
 
 # Guards the division by the root of a row's second moment, which is zero for a row that never had a gradient. O is the
 # same for any scale of the gradient, so this number breaks no scale invariance.
-_ROW_EPS = 1e-10
+ROW_EPS = 1e-10
 
 # Elements that the momentum pass works on at a time: bounds each of its temporaries to 64 MiB.
 _CHUNK = 1 << 24
@@ -103,7 +103,7 @@ def advance_row_variance(orthogonal: Tensor, row_variance: Tensor, *, beta2: flo
     norms = [torch.linalg.vector_norm(matrix, dim=-1, dtype=torch.float32) for matrix in orthogonal]
     squares = torch.stack(norms).to(torch.float64).square_()
     advanced = (row_variance.to(torch.float64) * beta2).add_(squares / cols, alpha=1 - beta2).to(torch.float32)
-    root = advanced.to(torch.float64).sqrt_().add_(_ROW_EPS)
+    root = advanced.to(torch.float64).sqrt_().add_(ROW_EPS)
     norm = (squares / root.square()).sum(dim=-1, keepdim=True).sqrt_()
     # What is not finite stays so: it must not pass for a zero.
     factors = torch.where(norm == 0, 0, math.sqrt(min(rows, cols)) / (root * norm))

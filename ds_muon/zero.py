@@ -230,21 +230,27 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
             norm_of_adamw=self._norm(findings.squares, of_muon=False),
             scaler_is_watching=self.dynamic_loss_scale,
             describe=lambda: self._describe_bad_updates(updates),
+            capturing=self._capture.is_on,
             files=self._capture.saved,
         )
 
     def _describe_bad_updates(self, updates: Sequence[Tensor]) -> str:
         """What all ranks found not to be finite. A collective; blocks the host."""
-        mine = [name for group, u in zip(self.muon_groups, updates, strict=True) for name in group.nonfinite(u)]
-        names = {name for found in gather(mine, self.dp_process_group) for name in found}
-        bad = [matrix for matrix in self.plan.matrices if matrix.name in names]
-        if not bad:
-            return f"a result of Newton-Schulz is not finite in step {self.steps}"
-        first, settings = bad[0], self.newton_schulz
-        others = f", nor are those of {len(bad) - 1} more" if len(bad) > 1 else ""
+        found = [
+            (group.nonfinite(u), group.nonfinite(self.optimizer.momentum_buffer(i)))
+            for i, (group, u) in enumerate(zip(self.muon_groups, updates, strict=True))
+        ]
+        everywhere = [of_group for of_rank in gather(found, self.dp_process_group) for of_group in of_rank]
+        bad = {name for of_updates, _ in everywhere for name in of_updates}
+        bad_momentum = {name for _, of_momentum in everywhere for name in of_momentum}
+        first, *others = [matrix for matrix in self.plan.matrices if matrix.name in bad]
+        settings = self.newton_schulz
+        what = f"the update of {first.name} ({first.rows} x {first.cols}) is not finite in step {self.steps}"
+        what += f", nor are those of {len(others)} more" if others else ""
+        if first.name in bad_momentum:
+            return f"{what}: its momentum is not finite"
         return (
-            f"the update of {first.name} ({first.rows} x {first.cols}) is not finite in step {self.steps}{others}: "
-            f"Newton-Schulz on rank {first.owner}, {settings.backend} backend, "
+            f"{what}: Newton-Schulz on rank {first.owner}, {settings.backend} backend, "
             f"{str(settings.dtype).removeprefix('torch.')}, {settings.form(first.rows, first.cols)} form"
         )
 

@@ -41,8 +41,9 @@ ROW_VARIANCE_OFF = "wrong row variance"
 ROUNDING = "rounding beyond the tolerance"
 RULE = "the single-process rule itself differs from the reference"
 
-# Fit of a factor or a prediction: what is left over, relative to what was observed.
-_STATE_FIT = 1e-3
+# Fit of a factor or a prediction: what is left over, relative to what was observed. A step moves a momentum by a few
+# percent of itself, of which roundings to bf16 leave less.
+_STATE_FIT = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 _UPDATE_FIT = 0.3
 # How much of ZeRO's padding, in elements, a shifted matrix is looked for.
 _SHIFTS = (1, 2, 4, 8)
@@ -113,28 +114,33 @@ def _is_variance_alone(evidence: Evidence) -> bool:
         return False
     momentum = evidence.state_after["momentum_buffer"]
     assert momentum is not None
-    return _left(evidence.reference_state["momentum_buffer"].double(), momentum.double()) < _STATE_FIT
+    return _left(evidence.reference_state["momentum_buffer"].double(), momentum.double()) < _state_fit(evidence)
+
+
+def _state_fit(evidence: Evidence) -> float:
+    return _STATE_FIT[evidence.rule.momentum_dtype if evidence.placed.use_muon else torch.float32]
 
 
 def _of_state(evidence: Evidence) -> str:
     key = "momentum_buffer" if evidence.placed.use_muon else "exp_avg"
     before, after = evidence.state_before[key], evidence.state_after[key]
     assert before is not None and after is not None
+    fit = _state_fit(evidence)
     decay = evidence.group["momentum"] if evidence.placed.use_muon else evidence.group["betas"][0]
     moved_by = after.double() - decay * before.double()
     twice = (1 - decay**2) * evidence.gradient + (decay**2 - decay) * before.double()
-    if _left(moved_by, twice) < _STATE_FIT:
+    if _left(moved_by, twice) < fit:
         return f"{MOMENTUM_TWICE} in one step"
     factor, left = _fit(moved_by, (1 - decay) * evidence.gradient)
-    if left >= _STATE_FIT:
+    if left >= fit:
         return f"{UNKNOWN}: the {key} did not move by the averaged gradient"
-    if abs(factor) < _STATE_FIT:
+    if abs(factor) < fit:
         return f"{MOMENTUM_STILL}: the {key} did not move"
     if factor < 0:
         return f"{SIGN} of the gradient: {factor:.4g} times the averaged one moved the {key}"
     if factor < 1:
         return f"{CLIPPED_GRADIENT}: {factor:.4g} times the averaged one moved the {key}"
-    if factor == evidence.loss_scale or _is_power_of_two(factor):
+    if factor == evidence.loss_scale or _is_power_of_two(factor, fit / 10):
         return f"{LOSS_SCALED}: {factor:.6g} times the averaged one moved the {key}"
     return f"{UNKNOWN}: {factor:.6g} times the averaged gradient moved the {key}"
 
@@ -185,11 +191,11 @@ def _muon_predictions(evidence: Evidence) -> Iterator[tuple[str, Tensor]]:
     yield from _common_predictions(evidence)
     group = evidence.group
     direction, other = (_direction(evidence, nesterov=is_so) for is_so in (group["nesterov"], not group["nesterov"]))
-    right = _orthogonal(direction, evidence)
+    right = _result(direction, evidence)
     rows, cols = direction.shape
     faults: dict[str, Callable[[], Tensor]] = {
-        TWICE: lambda: _orthogonal(right, evidence),
-        f"{NESTEROV}: nesterov is {not group['nesterov']}": lambda: _orthogonal(other, evidence),
+        TWICE: lambda: _result(right, evidence),
+        f"{NESTEROV}: nesterov is {not group['nesterov']}": lambda: _result(other, evidence),
         f"{TRANSPOSE}: the result lies in memory as its transpose": lambda: right.mT.reshape(rows, cols),
     }
     if evidence.record.straddles:
@@ -201,12 +207,14 @@ def _muon_predictions(evidence: Evidence) -> Iterator[tuple[str, Tensor]]:
     decayed = -group["lr"] * group["weight_decay"] * evidence.weight
     scale = -group["lr"] * muon_scale(evidence.rule.adjust_lr_fn, rows, cols)
     for text, orthogonal in faults.items():
-        yield text, decayed + scale * _normalized(orthogonal(), evidence)
+        yield text, decayed + scale * orthogonal()
 
 
-def _normalized(orthogonal: Tensor, evidence: Evidence) -> Tensor:
-    """By NorMuon's row variance, if there is one."""
-    variance, beta2 = evidence.state_before.get(ROW_VARIANCE), evidence.rule.beta2
+def _result(matrix: Tensor, evidence: Evidence) -> Tensor:
+    """Of Newton-Schulz, and of NorMuon's normalization if it is that."""
+    rule = evidence.rule
+    orthogonal = reference_newton_schulz(matrix, ns_steps=rule.ns_steps, ns_coefficients=rule.ns_coefficients)
+    variance, beta2 = evidence.state_before.get(ROW_VARIANCE), rule.beta2
     if variance is None or beta2 is None:
         return orthogonal
     return RowNormalization(variance.double(), beta2)(orthogonal)
@@ -225,7 +233,7 @@ def _of_slices(direction: Tensor, evidence: Evidence) -> Tensor:
         alone = torch.zeros_like(direction)
         piece = slice(start, start + numel)
         alone.view(-1)[piece] = direction.view(-1)[piece]
-        result.view(-1)[piece] = _orthogonal(alone, evidence).view(-1)[piece]
+        result.view(-1)[piece] = _result(alone, evidence).view(-1)[piece]
         start += numel
     return result
 
@@ -244,12 +252,7 @@ def _of_shifted(direction: Tensor, cut: int, shift: int, evidence: Evidence) -> 
     shift = min(shift, shifted.numel() - cut)
     shifted[cut + shift :] = direction.reshape(-1)[cut : direction.numel() - shift]
     shifted[cut : cut + shift] = 0
-    return _orthogonal(shifted.view(direction.shape), evidence)
-
-
-def _orthogonal(matrix: Tensor, evidence: Evidence) -> Tensor:
-    rule = evidence.rule
-    return reference_newton_schulz(matrix, ns_steps=rule.ns_steps, ns_coefficients=rule.ns_coefficients)
+    return _result(shifted.view(direction.shape), evidence)
 
 
 # ---- fits -----------------------------------------------------------------------------------------------------------
@@ -266,6 +269,6 @@ def _left(found: Tensor, predicted: Tensor) -> float:
     return ratio(float((found - predicted).norm()), float(found.norm()))
 
 
-def _is_power_of_two(factor: float) -> bool:
-    """To within rounding; at least 4, since 2 may be a sum over two ranks."""
-    return factor > 3 and abs(math.log2(factor) - round(math.log2(factor))) < 1e-4
+def _is_power_of_two(factor: float, rounding: float) -> bool:
+    """To within a relative error; at least 4, since 2 may be a sum over two ranks."""
+    return factor > 3 and abs(math.log2(factor) - round(math.log2(factor))) < rounding

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ds_muon.orthogonalize import orthogonalize
 from ds_muon.partition import GroupPlan, Matrix, Slice
-from ds_muon.update import update_scale
+from ds_muon.update import advance_row_variance, update_scale
 from ds_muon.verify import diagnose
 from ds_muon.verify.engine_view import CannotVerify
 from ds_muon.verify.record import UpdateRecord
@@ -136,14 +136,20 @@ def _slice(zero: Any, replace: _Replace) -> None:
     """Every holder of a straddling matrix orthogonalizes its own slice, zeros in place of the rest."""
     _a_straddling_matrix(zero)
 
-    def orthogonalize_slices(plan: GroupPlan, original: Callable[..., None], partition: Tensor, *args: Any) -> None:
+    def orthogonalize_slices(
+        plan: GroupPlan, original: Callable[..., None], partition: Tensor, variance: Tensor | None, *args: Any
+    ) -> None:
         held = [(matrix, piece) for matrix, piece in plan.held(_rank(zero)) if matrix.straddles]
         slices = [_piece(partition, piece).clone() for _, piece in held]
-        original(partition, *args)
+        original(partition, variance, *args)
+        group = zero.muon_groups[zero.plan.groups.index(plan)]
         for (matrix, piece), of_slice in zip(held, slices, strict=True):
             alone = partition.new_zeros(matrix.rows * matrix.cols)
             alone[piece.start : piece.start + piece.numel] = of_slice
             (output,) = orthogonalize([alone.view(matrix.rows, matrix.cols)], zero.newton_schulz)
+            if variance is not None:
+                before, beta2 = group.row_variance.of(variance, matrix.name), zero.optimizer.config.beta2
+                output = output * advance_row_variance(output[None], before[None], beta2=beta2)[1][0]
             scale = update_scale(zero.optimizer.config.adjust_lr_fn, matrix.rows, matrix.cols)
             own = output.reshape(-1)[piece.start : piece.start + piece.numel]
             _piece(partition, piece).copy_(own).mul_(scale)

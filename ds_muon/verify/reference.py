@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ds_muon.orthogonalize import NewtonSchulz, orthogonalize, reference_newton_schulz, schedule
 from ds_muon.orthogonalize.newton_schulz import restart_blocks, uses_gram
-from ds_muon.update import advance_momentum_, advance_row_variance, muon_update
+from ds_muon.update import ROW_EPS, advance_momentum_, advance_row_variance, muon_update
 from ds_muon.verify import tolerances
 from ds_muon.verify.engine_view import ROW_VARIANCE, MuonRule, Placed
 
@@ -59,8 +59,7 @@ class RowNormalization:
         """Advance the variance by one (rows, cols) fp64 matrix and return it normalized."""
         rows, cols = orthogonal.shape
         self._variance = self._beta2 * self._variance + (1 - self._beta2) * orthogonal.square().mean(dim=1)
-        # A row that never moved is zero, and stays so.
-        normalized = orthogonal / self._variance.sqrt().clamp_min(torch.finfo(torch.float64).tiny).unsqueeze(1)
+        normalized = orthogonal / (self._variance.sqrt() + ROW_EPS).unsqueeze(1)
         norm = torch.linalg.vector_norm(normalized).clamp_min(torch.finfo(torch.float64).tiny)
         return normalized.mul_(math.sqrt(min(rows, cols)) / norm)
 

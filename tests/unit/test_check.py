@@ -49,6 +49,8 @@ def check_gpt(config: dict[str, Any], fault: str | None = None, steps: int = 3) 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {"stage": 2},
     "bf16": {"stage": 1, "dtype": "bfloat16", "params": {"ns_dtype": "bfloat16"}},
+    "normuon": {"stage": 2, "params": {"variant": "normuon"}},
+    "bf16 momentum": {"stage": 2, "params": {"momentum_dtype": "bfloat16"}},
     "fp16": {"stage": 2, "fp16": {"enabled": True, "loss_scale": 256.0}, "params": {"ns_dtype": "float16"}},
 }
 
@@ -97,7 +99,8 @@ def refusal_of(config: dict[str, Any], fault: str) -> str:
 
 def swap_two_updates(original: Any, zero: Any, gradients: list[Tensor]) -> None:
     """Two matrices of one shape on one rank get each other's update."""
-    square = [piece for matrix, piece in zero._held[0] if not matrix.straddles and matrix.rows == matrix.cols]
+    held = zero.plan.groups[0].held(torch.distributed.get_rank())
+    square = [piece for matrix, piece in held if not matrix.straddles and matrix.rows == matrix.cols]
     first, second = (gradients[0].narrow(0, piece.offset, piece.numel) for piece in square[:2])
     kept = first.clone()
     first.copy_(second)
@@ -110,6 +113,16 @@ def change_one_weight(original: Any, zero: Any, gradients: list[Tensor]) -> None
     original(gradients)
     if torch.distributed.get_rank() == 0:
         zero.single_partition_of_fp32_groups[0].data[7] += 1e-3
+
+
+def forget_the_variance(original: Any, zero: Any, gradients: list[Tensor]) -> None:
+    zero.muon_groups[0].commit = lambda variance: None
+    original(gradients)
+
+
+def advance_the_variance_twice(original: Any, zero: Any, gradients: list[Tensor]) -> None:
+    original(gradients)
+    zero.optimizer.row_variance(0).mul_(1.95)
 
 
 def turn_the_sign(original: Any, zero: Any, gradients: list[Tensor]) -> None:
@@ -140,6 +153,14 @@ def check_with_commit(config: dict[str, Any], fault: Any) -> list[UpdateRecord]:
 def test_faults_that_the_check_does_not_know_are_found_too(fault: Any, count: int, diagnosis: str, dtype: str) -> None:
     wrong = [r for r in run_ranks(2, check_with_commit, ds_config(dtype=dtype), fault)[0] if not r.ok]
     assert len(wrong) == count and all(record.diagnosis.startswith(diagnosis) for record in wrong)
+
+
+@ranks
+@pytest.mark.parametrize("fault", [forget_the_variance, advance_the_variance_twice])
+def test_a_wrong_row_variance_is_found_and_named_before_it_changes_an_update(fault: Any) -> None:
+    config = ds_config({"variant": "normuon"})
+    wrong = [r for r in run_ranks(2, check_with_commit, config, fault)[0] if not r.ok]
+    assert len(wrong) == 18 and all(record.diagnosis.startswith("wrong row variance") for record in wrong)
 
 
 # ---- no false alarms, no trace --------------------------------------------------------------------------------------

@@ -16,22 +16,24 @@ from tests.unit.test_engine import assert_right, check_block
 
 pytestmark = pytest.mark.ranks
 
-CASES = list(itertools.product((1, 2), ("gram", "standard"), ("float32", "bfloat16", "float16"), (True, False), (1, 4)))
+DTYPES = ("float32", "bfloat16", "float16")
+CASES = [(*case, "muon") for case in itertools.product((1, 2), ("gram", "standard"), DTYPES, (True, False), (1, 4))]
+CASES += [(*case, "normuon") for case in itertools.product((1, 2), ("gram", "standard"), DTYPES, (True,), (4,))]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
-    ("stage", "method", "dtype", "overlap", "accumulation"),
+    ("stage", "method", "dtype", "overlap", "accumulation", "variant"),
     CASES,
-    ids=[f"zero{s}-{m}-{d}-{'overlap' if o else 'no_overlap'}-accumulate{a}" for s, m, d, o, a in CASES],
+    ids=[f"zero{s}-{m}-{d}-{'overlap' if o else 'no_overlap'}-accumulate{a}-{v}" for s, m, d, o, a, v in CASES],
 )
 def test_every_update_is_right(
-    stage: int, method: str, dtype: str, overlap: bool, accumulation: int, device: str
+    stage: int, method: str, dtype: str, overlap: bool, accumulation: int, variant: str, device: str
 ) -> None:
     if device != DEVICE:
         pytest.skip("needs 2 GPUs" if device == "cuda" else "the ranks of this run are on GPUs")
     config: dict[str, Any] = ds_config(
-        {"ns_method": method, "ns_dtype": dtype, "weight_decay": 0.1},
+        {"ns_method": method, "ns_dtype": dtype, "weight_decay": 0.1, "variant": variant},
         dtype=dtype,
         stage=stage,
         zero={"overlap_comm": overlap},

@@ -208,6 +208,21 @@ def test_the_host_waits_once_a_step(params: dict[str, Any], reductions: int, thr
     assert run_ranks(2, collectives, config) == [(reductions, ["tolist"])] * 2
 
 
+def spoiled_momentum(config: dict[str, Any]) -> list[str]:
+    engine = engine_of(config)
+    train_step(engine, exact_gradients(SHAPES, 0, engine.device))
+    engine.optimizer.optimizer.momentum_buffer(0)[0] = torch.inf
+    with mock.patch("ds_muon.guard.logger.warning") as warning:
+        train_step(engine, exact_gradients(SHAPES, 1, engine.device))
+    assert engine.skipped_steps == 1
+    return [call.args[0] for call in warning.call_args_list]
+
+
+def test_a_momentum_that_is_not_finite_is_not_blamed_on_newton_schulz() -> None:
+    (warning,), none = run_ranks(2, spoiled_momentum, ds_config({"nan_guard": "skip"}), timeout=SECONDS)
+    assert "its momentum is not finite" in warning and "Newton-Schulz" not in warning and none == []
+
+
 # ---- what is said ---------------------------------------------------------------------------------------------------
 
 

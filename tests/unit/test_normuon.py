@@ -209,6 +209,28 @@ def test_updates_in_fp32_are_within_1e_5_of_fp64_and_variances_agree(world_size:
         assert world_size == 1 or any(record.straddles for record in muon)
 
 
+def checked_with_a_small_row(config: dict[str, Any], size: float) -> list[UpdateRecord]:
+    engine = start(PrescribedGradients([(24, 40), (40, 24)]), config)
+    check = UpdateCheck(engine)
+    records = []
+    for step in range(3):
+        gradients = [gaussian(24, 40, step), gaussian(40, 24, step)]
+        for gradient in gradients:
+            gradient[3] *= size
+        train_step(engine, [gradient.to(engine.device) for gradient in gradients])
+        records += check.after_step()
+    check.close()
+    return records
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("size", [1e-3, 1e-5, 1e-7, 1e-9, 1e-11, 1e-15, 0.0])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_row_that_hardly_gets_a_gradient_is_no_false_alarm(dtype: str, size: float) -> None:
+    records = run_ranks(2, checked_with_a_small_row, ds_config({**NORMUON, "ns_dtype": dtype}), size)[0]
+    assert all(record.ok for record in records), [(r.against_fp64, r.diagnosis) for r in records if not r.ok]
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("method", ["gram", "standard"])

@@ -170,7 +170,11 @@ def test_an_input_that_is_not_finite_and_coefficients_that_diverge_are_told_apar
     wild = NewtonSchulz.resolve(CPU, ns_coefficients=[[50.0, -10.0, 30.0]], ns_steps=30)
     path = saved(tmp_path, monkeypatch, gaussian(20, 30), wild)
     assert cli.main(["replay", str(path)]) == 1
-    assert "COEFFICIENTS: the polynomials diverge" in capsys.readouterr().out
+    assert "COEFFICIENTS: in fp64 as well" in capsys.readouterr().out
+    # Too large for fp16 only.
+    large = NewtonSchulz.resolve(CPU, ns_coefficients=[[4.0, 3.0, 2.0]], ns_steps=3, ns_dtype="float16")
+    assert cli.main(["replay", str(saved(tmp_path, monkeypatch, gaussian(20, 30), large))]) == 1
+    assert "leave the range of float16" in capsys.readouterr().out
 
 
 def test_a_file_that_cannot_be_read_is_told_and_the_others_are_replayed(
