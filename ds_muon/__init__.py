@@ -1,6 +1,7 @@
 """Muon for DeepSpeed ZeRO-1/2: ``import ds_muon``, then ``"optimizer": {"type": "DSMuon"}`` in the DeepSpeed config."""
 
 from ds_muon.config import DSMuonConfig, DSMuonConfigError
+from ds_muon.guard import NonFiniteUpdate
 from ds_muon.optimizer import DSMuon
 from ds_muon.orthogonalize import COEFFICIENTS, NewtonSchulz, reference_newton_schulz
 from ds_muon.partition import FlatLayout, Plan, flat_layout, make_plan
@@ -19,6 +20,7 @@ __all__ = [
     "DSMuonRefusal",
     "FlatLayout",
     "NewtonSchulz",
+    "NonFiniteUpdate",
     "Plan",
     "Routing",
     "RoutingError",

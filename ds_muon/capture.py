@@ -48,29 +48,38 @@ class NanCapture:
     def __init__(self, rank: int) -> None:
         self.saved: list[Path] = []
         """The files of this step and the one before."""
+        self.seen: list[str] = []
+        """The parameters whose update was not finite in this step."""
+        self.seen_before: list[str] = []
+        """The same, of the step before."""
         self._saved_before = 0
-        self._seen = False
         self._rank = rank
         self.is_on = False
         """Whether inputs are saved in this step."""
         self._step = 0
         self._warned = False
 
-    def start_step(self, step: int) -> None:
-        """Look at the environment: what is set now holds for this step."""
+    def start_step(self, step: int, may_move: Tensor) -> None:
+        """Look at the environment: what is set now holds for this step.
+
+        Args:
+            step: counted from 1 since the process started.
+            may_move: bool scalar on the device; false in a step that is not applied whatever comes out. The host waits
+                for it if the capture is on.
+        """
         switch = os.environ.get(_SWITCH, "0")
-        self.is_on = switch == "1"
+        self.is_on = switch == "1" and bool(may_move)
         if switch not in ("", "0", "1"):
             self._warn(f"{_SWITCH}={switch} is neither 1 nor 0: nothing is saved")
         self._step = step
-        self._seen = False
+        self.seen_before, self.seen = self.seen, []
         del self.saved[: self._saved_before]
         self._saved_before = len(self.saved)
 
     @property
     def stops_training(self) -> bool:
         """Whether the run is to end for what was seen in this step: of it, or of one like it, there is a file."""
-        return self._seen and os.environ.get(f"{_SWITCH}_RAISE", "1") != "0"
+        return bool(self.seen) and os.environ.get(f"{_SWITCH}_RAISE", "1") != "0"
 
     def keep(self, matrices: Sequence[Tensor]) -> list[Tensor]:
         """Copies of what is about to be orthogonalized; none while the capture is off, or where there is no room."""
@@ -105,14 +114,14 @@ class NanCapture:
 
     def _save(self, content: dict[str, Any]) -> None:
         folder = Path(os.environ.get(f"{_SWITCH}_DIR") or _DEFAULT_FOLDER).expanduser()
-        most = int(os.environ.get(f"{_SWITCH}_MAX") or _DEFAULT_MAX)
+        most = self._most()
         folder.mkdir(parents=True, exist_ok=True)
-        self._seen = True
         if len(list(folder.glob(f"rank{self._rank}_*.pt"))) >= most:
             self._warn(
-                f"{folder} holds {most} files of rank {self._rank} already, and no more are saved; "
-                f"remove some, or raise {_SWITCH}_MAX"
+                f"{folder} holds all of the {most} files that rank {self._rank} may leave there: remove some, or raise "
+                f"{_SWITCH}_MAX"
             )
+            self.seen.append(content["name"])
             return
         path = _unused_path(folder, self._rank, content["input"])
         # Under another name until it is whole: a file that ends in .pt can be read.
@@ -120,14 +129,19 @@ class NanCapture:
         try:
             torch.save(content, unfinished)
             unfinished.replace(path)
-        except BaseException:
-            self._seen = False
-            raise
         finally:
             unfinished.unlink(missing_ok=True)
         self.saved.append(path)
+        self.seen.append(content["name"])
         name = content["name"]
         logger.warning(f"[ds_muon] the update of {name} is not finite; its input is in {path}: ds-muon replay {path}")
+
+    def _most(self) -> int:
+        given = os.environ.get(f"{_SWITCH}_MAX") or str(_DEFAULT_MAX)
+        if given.isdecimal():
+            return int(given)
+        self._warn(f'{_SWITCH}_MAX="{given}" is not a number; {_DEFAULT_MAX} files are saved')
+        return _DEFAULT_MAX
 
     def _content(self, matrix: Tensor, output: Tensor, settings: NewtonSchulz) -> dict[str, Any]:
         return {
@@ -192,9 +206,8 @@ def read_capture(path: Path) -> Capture:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise CaptureError(f"{path}: {error.strerror or error}") from None
-    except Exception as error:  # whatever torch makes of a file that it did not write
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise CaptureError(f"{path} is damaged, or no capture: {reason}") from None
+    except Exception:  # whatever torch makes of a file that it did not write; its words advise to load it unsafely
+        raise CaptureError(f"{path} is damaged, or no capture of ds_muon") from None
     if not isinstance(content, dict) or "ds_muon_capture" not in content:
         raise CaptureError(f"{path} is not a capture: it was saved by something else")
     found = content["ds_muon_capture"]

@@ -49,8 +49,8 @@ Run the captured input of Newton-Schulz, on the GPU if there is one, through eve
 each result with the fp64 reference. * marks what ran when the file was saved. "error" is relative to the reference,
 "allowed" what the rounding of the dtype explains, "orthogonality" is ||O O^T - I|| / sqrt(smaller side).
 
-Exit code: 0 if everything is right; 1 if a backend, or the input itself, is at fault; 2 if a file could not be read, or
-what it was saved with cannot run here.
+Exit code: 0 if everything is right, also where the fault is not reproduced; 1 if a backend, the input or the
+coefficients are at fault; 2 if a file could not be read, or what it was saved with cannot run here.
 """
 
 

@@ -7,13 +7,14 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from deepspeed.utils import logger
 from torch import Tensor
+
+from ds_muon.capture import NanCapture
 
 T = TypeVar("T")
 
@@ -51,6 +52,8 @@ class SkippedSteps:
     """
 
     def __init__(self, cause: str) -> None:
+        self.why = ""
+        """The reason of the last one."""
         self._tally = {cause: 0}
         self._cause = cause
         self._end = weakref.finalize(self, _say_how_many, self._tally)
@@ -59,10 +62,11 @@ class SkippedSteps:
     def count(self) -> int:
         return self._tally[self._cause]
 
-    def warn(self, why: str) -> None:
-        """One more step was skipped, for this reason."""
+    def add(self, why: str, *, quiet: bool = False) -> None:
+        """One more step was skipped, for this reason. ``quiet``: somebody else says so."""
         self._tally[self._cause] += 1
-        if dist.get_rank() == 0 and self.count & (self.count - 1) == 0:
+        self.why = why
+        if not quiet and dist.get_rank() == 0 and self.count & (self.count - 1) == 0:
             logger.warning(
                 f"[ds_muon] step skipped, no weight moved on any rank: {why} (skipped so far for {self._cause}: "
                 f"{self.count})"
@@ -124,12 +128,14 @@ class StepGuard:
 
     Attributes:
         spikes, bad_gradients, bad_updates: steps skipped, by cause.
+        last: the one of these that the last skipped step belongs to; None before the first.
     """
 
     def __init__(self, nan_guard: str, threshold: float | None, process_group: dist.ProcessGroup | None) -> None:
         self.spikes = SkippedSteps("spikes")
         self.bad_gradients = SkippedSteps("non-finite gradients")
         self.bad_updates = SkippedSteps("non-finite updates")
+        self.last: SkippedSteps | None = None
         self._nan_guard = nan_guard
         self._threshold = threshold
         self._process_group = process_group
@@ -185,8 +191,7 @@ class StepGuard:
         norm_of_adamw: float,
         scaler_is_watching: bool,
         describe: Callable[[], str],
-        capturing: bool,
-        files: Sequence[Path],
+        capture: NanCapture,
     ) -> None:
         """Warn that a step is skipped, or raise. A collective where an update is not finite.
 
@@ -195,48 +200,51 @@ class StepGuard:
             norm_of_adamw: of its gradients.
             scaler_is_watching: whether a dynamic loss scaler looks for non-finite gradients, and reports them itself.
             describe: the same words on every rank for the updates that are not finite; a collective.
-            capturing: whether this rank saves inputs.
-            files: those that it has saved.
+            capture: what this rank has saved.
 
         Raises:
             NonFiniteUpdate: the same on every rank.
         """
         if findings.stop:
-            why = "an update of the step before was not finite; nan_guard is off"
-            raise NonFiniteUpdate(self._why_stopped(why, files, capturing))
+            seen = [name for names in gather(capture.seen_before, self._process_group) for name in names]
+            raise NonFiniteUpdate(
+                f"in the step before, the update of {', '.join(seen)} was not finite and, with nan_guard off, has been "
+                f"applied: load a checkpoint. {self._evidence(capture)}"
+            )
         if findings.updates != FINITE:
             why = describe()
             if findings.updates == CAPTURED or self._nan_guard == "raise":
-                raise NonFiniteUpdate(self._why_stopped(why, files, capturing))
-            self.bad_updates.warn(why)
+                go_on = 'nan_guard "skip" goes on without such steps'
+                if capture.is_on:
+                    go_on = f"With DS_MUON_NAN_CAPTURE_RAISE=0, {go_on}"
+                raise NonFiniteUpdate(f"{why}. Nothing was applied. {self._evidence(capture)}. {go_on}")
+            self._skip(self.bad_updates, why)
         elif not findings.gradients_are_finite:
             bad = [name for name, square in zip(groups, findings.squares, strict=True) if not math.isfinite(square)]
-            if not scaler_is_watching:
-                self.bad_gradients.warn(f"a gradient is not finite, in param group {', '.join(bad)}")
+            where = f"param group{'s' if len(bad) > 1 else ''} {', '.join(bad)}"
+            self._skip(self.bad_gradients, f"a gradient is not finite, in {where}", quiet=scaler_is_watching)
         else:
-            self.spikes.warn(
-                f"the norm of AdamW's gradients is {norm_of_adamw:.4g}, grad_norm_skip_threshold {self._threshold:g}"
-            )
+            why = f"the norm of AdamW's gradients is {norm_of_adamw:.4g}, grad_norm_skip_threshold {self._threshold:g}"
+            self._skip(self.spikes, why)
+
+    def _skip(self, skipped: SkippedSteps, why: str, *, quiet: bool = False) -> None:
+        self.last = skipped
+        skipped.add(why, quiet=quiet)
 
     def close(self) -> None:
         """Say how many steps were skipped."""
         for skipped in (self.spikes, self.bad_gradients, self.bad_updates):
             skipped.close()
 
-    def _why_stopped(self, why: str, files: Sequence[Path], capturing: bool) -> str:
-        """The same on every rank. A collective; blocks the host."""
-        ranks = gather((list(files), capturing), self._process_group)
-        saved = [path for of_rank, _ in ranks for path in of_rank]
-        remedy = 'nan_guard "skip" goes on without such steps'
-        if any(on for _, on in ranks):
-            remedy = f"With DS_MUON_NAN_CAPTURE_RAISE=0, {remedy}"
+    def _evidence(self, capture: NanCapture) -> str:
+        """Where the inputs are; the same on every rank. A collective; blocks the host."""
+        ranks = gather((capture.saved, capture.is_on), self._process_group)
+        saved = [str(path) for of_rank, _ in ranks for path in of_rank]
         if saved:
-            evidence = f"the input is saved: ds-muon replay {' '.join(map(str, saved))}"
-        elif any(on for _, on in ranks):
-            evidence = "the input could not be saved: see the warnings"
-        else:
-            evidence = "DS_MUON_NAN_CAPTURE=1 saves such inputs for ds-muon replay"
-        return f"{why}. Nothing was applied in this step; {evidence}. {remedy}"
+            return f"Saved for inspection: ds-muon replay {' '.join(saved)}"
+        if any(is_on for _, is_on in ranks):
+            return "The input could not be saved: see the warnings"
+        return "DS_MUON_NAN_CAPTURE=1 saves such inputs for ds-muon replay"
 
 
 def agree_on_updates(partitions: Sequence[Tensor], captured: bool, process_group: dist.ProcessGroup | None) -> Tensor:

@@ -185,16 +185,16 @@ def replay(paths: list[Path]) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     codes = [ALL_RIGHT]
     for path in paths:
-        print(f"{path}")
         try:
-            codes.append(_replay_one(read_capture(path), device))
+            codes.append(_replay_one(path, read_capture(path), device))
         except (CaptureError, RuntimeError, MemoryError) as error:  # RuntimeError: no room on the device, for one
-            print(f"  {error}\n")
+            print(f"{error}\n")
             codes.append(NOT_REPLAYED)
     return max(codes)
 
 
-def _replay_one(capture: Capture, device: torch.device) -> int:
+def _replay_one(path: Path, capture: Capture, device: torch.device) -> int:
+    print(path)
     (rows, cols), settings = capture.input.shape, capture.settings
     backend, dtype, form = _key(settings, capture.input)
     outcome = "finite" if capture.output.isfinite().all() else "not finite"
@@ -204,13 +204,17 @@ def _replay_one(capture: Capture, device: torch.device) -> int:
     bad = int(capture.input.isfinite().logical_not().sum())
     if bad:
         print(
-            f"\n  INPUT: {bad} of its {rows * cols} elements are not finite. The fault lies before Newton-Schulz, "
-            "in the gradient or the momentum\n"
+            f"\n  INPUT: of its {rows * cols} elements {bad} {'is' if bad == 1 else 'are'} not finite. The fault lies "
+            "before Newton-Schulz, in the gradient or the momentum\n"
         )
         return AT_FAULT
     reference = reference_newton_schulz(capture.input, ns_steps=len(settings.triples), ns_coefficients=settings.triples)
     if not reference.abs().max() <= torch.finfo(settings.dtype).max:
-        print(f"\n  COEFFICIENTS: in fp64 as well, the polynomials leave the range of {dtype} on this input\n")
+        steps, triple = len(settings.triples), settings.triples[-1]
+        print(
+            f"\n  COEFFICIENTS: in fp64 as well, {steps} steps with {triple} leave the range of {dtype} on this input."
+        )
+        print('  Set "ns_coefficients": "quintic", or fewer "ns_steps"\n')
         return AT_FAULT
     own = orthogonality_error(reference)
     print(f"  replayed on {device.type}; the fp64 reference's own orthogonality error is {own:.2g}\n")
@@ -252,8 +256,8 @@ def verdict(results: list[Attempt]) -> str:
         )
     if captured.ok:
         return (
-            f"NOT REPRODUCED: {captured} (*) is right here. What went wrong was of that moment: another device or "
-            f"driver, or memory that something else wrote to{also}"
+            f"NOT REPRODUCED: {captured} (*) is right here. What went wrong was of that moment, possibly "
+            f"another device or driver, or memory that something else wrote to{also}"
         )
     start = "" if captured.first_bad is None else f" from iteration {captured.first_bad} on"
     return f"AT FAULT: {captured} (*), {captured.result}{start}{also}"

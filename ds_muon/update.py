@@ -125,7 +125,7 @@ def muon_update(
     ns_eps: float = 1e-15,
     ns_backend: str = "auto",
     row_variance: Tensor | None = None,
-    beta2: float = 0.95,
+    beta2: float | None = None,
 ) -> Tensor:
     """One Muon update of a whole matrix: the change of the weight is ``-lr`` times the result.
 
@@ -133,22 +133,30 @@ def muon_update(
         grad: (rows, cols) full, averaged, unscaled gradient, any float dtype; not modified.
         momentum_buffer: (rows, cols) fp32 or bf16, contiguous; advanced in place.
         momentum, nesterov, adjust_lr_fn, ns_*: as in the optimizer's config.
-        row_variance: (rows,) fp32, advanced in place; given, the update is NorMuon's, with ``beta2``.
+        row_variance: (rows,) fp32, advanced in place; given, the update is NorMuon's.
+        beta2: NorMuon's weight of the past, in [0, 1); 0.95 by default.
 
     Returns:
         ``s * O``, (rows, cols) fp32.
 
     Raises:
-        ValueError: shapes that do not fit, a gradient that is not a matrix, or an unknown name in a setting.
+        ValueError: shapes or dtypes that do not fit, a gradient that is not a matrix, ``beta2`` out of range or without
+            ``row_variance``, or an unknown name in a setting.
     """
     if grad.ndim != 2 or grad.shape != momentum_buffer.shape:
         raise ValueError(
             f"muon_update needs a matrix and a momentum_buffer of its shape, "
             f"got {tuple(grad.shape)} and {tuple(momentum_buffer.shape)}"
         )
-    if row_variance is not None and row_variance.shape != grad.shape[:1]:
+    if row_variance is None and beta2 is not None:
+        raise ValueError(f"beta2 = {beta2!r} has no effect without row_variance")
+    beta2 = 0.95 if beta2 is None else beta2
+    if not 0 <= beta2 < 1:
+        raise ValueError(f"beta2 = {beta2!r}: set a number from 0 to below 1, such as 0.95")
+    if row_variance is not None and (row_variance.shape != grad.shape[:1] or row_variance.dtype != torch.float32):
         raise ValueError(
-            f"muon_update needs a row_variance of shape {tuple(grad.shape[:1])}, got {tuple(row_variance.shape)}"
+            f"muon_update needs a row_variance of shape {tuple(grad.shape[:1])} in float32, "
+            f"got {tuple(row_variance.shape)} in {str(row_variance.dtype).removeprefix('torch.')}"
         )
     settings = NewtonSchulz.resolve(
         grad.device,

@@ -217,7 +217,8 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
 
     def _stage(self, gradients: Sequence[Tensor], may_move: Tensor) -> None:
         """Turn every Muon gradient, in place, into what ``DSMuon.step`` applies; AdamW's is that already."""
-        self._capture.start_step(self.steps)
+        # A step that the gradients forbid has nothing to show.
+        self._capture.start_step(self.steps, may_move)
         for i, group in enumerate(self.muon_groups):
             self.optimizer.advance_momentum_(i, gradients[i], may_move)
             group.orthogonalize_(gradients[i], self.optimizer.row_variance(i), self.newton_schulz)
@@ -230,8 +231,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
             norm_of_adamw=self._norm(findings.squares, of_muon=False),
             scaler_is_watching=self.dynamic_loss_scale,
             describe=lambda: self._describe_bad_updates(updates),
-            capturing=self._capture.is_on,
-            files=self._capture.saved,
+            capture=self._capture,
         )
 
     def _describe_bad_updates(self, updates: Sequence[Tensor]) -> str:
@@ -245,8 +245,10 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         bad_momentum = {name for _, of_momentum in everywhere for name in of_momentum}
         first, *others = [matrix for matrix in self.plan.matrices if matrix.name in bad]
         settings = self.newton_schulz
-        what = f"the update of {first.name} ({first.rows} x {first.cols}) is not finite in step {self.steps}"
-        what += f", nor are those of {len(others)} more" if others else ""
+        what = (
+            f"the update of {first.name} ({first.rows} x {first.cols}) is not finite in step {self.steps} since start"
+        )
+        what += f", nor those of {len(others)} more matri{'x' if len(others) == 1 else 'ces'}" if others else ""
         if first.name in bad_momentum:
             return f"{what}: its momentum is not finite"
         return (

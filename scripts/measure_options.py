@@ -3,7 +3,7 @@
     deepspeed --num_accelerators 2 scripts/measure_options.py '{"nan_guard": "skip"}' '{"variant": "normuon"}'
 
 The first engine has no options, and the others are compared with it: medians over many rounds, in each of which every
-engine makes one iteration (forward, backward, step), in another order each time. By default a 310M-parameter GPT, bf16,
+engine makes one iteration (forward, backward, step), in another order each time. By default a 303M-parameter GPT, bf16,
 ZeRO-2, micro-batches of 2 x 256 tokens.
 """
 
@@ -53,13 +53,20 @@ def iteration(engine: Any, tokens: torch.Tensor) -> tuple[float, int]:
     return 1e3 * (time.perf_counter() - start), accelerator.max_memory_allocated() - before
 
 
+def options_of(text: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(text))
+    except (TypeError, ValueError):
+        raise argparse.ArgumentTypeError(f'{text}: not a JSON object; write \'{{"nan_guard": "skip"}}\'') from None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("params", nargs="+", type=json.loads, help="keys of optimizer.params, as JSON, per engine")
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=150)
+    parser.add_argument("params", nargs="+", type=options_of, help="keys of optimizer.params, as JSON, per engine")
+    parser.add_argument("--layers", type=int, default=24, help="of the GPT (default: 24)")
+    parser.add_argument("--width", type=int, default=1024, help="of the GPT, a multiple of 64 (default: 1024)")
+    parser.add_argument("--batch", type=int, default=2, help="sequences per rank (default: 2)")
+    parser.add_argument("--rounds", type=int, default=150, help="iterations of each engine (default: 150)")
     parser.add_argument("--local_rank", type=int, help="set by the launcher")
     args = parser.parse_args()
 
@@ -80,14 +87,15 @@ def main() -> None:
         parameters = sum(p.numel() for p in engines[0].module.parameters())
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         print(
-            f"\n{dist.get_world_size()} x {name}, {parameters / 1e6:.0f}M parameters, medians of {args.rounds} rounds"
+            f"\n{dist.get_world_size()} x {name}, {parameters / 1e6:.1f}M parameters, medians of {args.rounds} rounds"
         )
-        print(f"{'optimizer.params':50}{'ms':>8}{'ratio':>8}{'ratio per round':>17}{'peak MiB':>10}")
+        print(f"{'optimizer.params':50}{'ms':>8}{'ratio':>8}{'ratio per round':>17}{'added MiB':>11}")
         for params, result, ms in zip(options, results, times, strict=True):
             ratio = statistics.median(ms) / statistics.median(times[0])
             per_round = statistics.median(mine / first for mine, first in zip(ms, times[0], strict=True))
-            peak = max(peak for _, peak in result[WARMUP:]) / 2**20
-            print(f"{json.dumps(params):50}{statistics.median(ms):8.2f}{ratio:8.4f}{per_round:17.4f}{peak:10.0f}")
+            # What the iteration adds at its peak; a CPU does not tell.
+            peak = f"{max(peak for _, peak in result[WARMUP:]) / 2**20:.0f}" if torch.cuda.is_available() else "-"
+            print(f"{json.dumps(params):50}{statistics.median(ms):8.2f}{ratio:8.4f}{per_round:17.4f}{peak:>11}")
     dist.barrier()
     # See demo_train.py: ranks on CPU may abort while the interpreter shuts down.
     print(end="", flush=True)

@@ -38,6 +38,7 @@ SIGN = "wrong sign"
 NESTEROV = "wrong blend of momentum and gradient"
 WEIGHT_DECAY = "weight decay of another rate"
 ROW_VARIANCE_OFF = "wrong row variance"
+NOT_FINITE = "not finite"
 ROUNDING = "rounding beyond the tolerance"
 RULE = "the single-process rule itself differs from the reference"
 
@@ -77,6 +78,11 @@ class Evidence:
 def diagnose(evidence: Evidence) -> str:
     """The fault in words, beginning with one of this module's names."""
     record = evidence.record
+    if not evidence.applied.isfinite().all():
+        reference = "nor is the reference: the coefficients diverge"
+        if evidence.expected.isfinite().all():
+            reference = "the single-process step is: set nan_guard, and see DS_MUON_NAN_CAPTURE"
+        return f"{NOT_FINITE}: the applied change is not, {reference}"
     if record.stale_ranks:
         ranks = ", ".join(map(str, record.stale_ranks))
         return f"{STALE}: the model on rank {ranks} does not see the new weights"

@@ -216,7 +216,7 @@ class SameDtypeMuon:
             nesterov=group["nesterov"],
             adjust_lr_fn=self._rule.adjust_lr_fn,
             row_variance=self.state.get(ROW_VARIANCE),
-            beta2=self._rule.beta2 or 0.0,
+            beta2=self._rule.beta2,
             **self._newton_schulz,
         )
         return _apply(weight, update, group)

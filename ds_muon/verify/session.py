@@ -137,10 +137,8 @@ def _train(task: Task, fault: str | None) -> VerifyResult:
         )
     if checked < task.steps:
         raise CannotVerify(
-            f"the engine skipped {'all' if not checked else 'too many'} of {task.steps + _EXTRA_STEPS} steps: the "
-            f"gradients are not finite, the last ones with a loss scale of {engine.optimizer.loss_scale:g}, or above "
-            "grad_norm_skip_threshold. Look for what is infinite in the data or the model, or, under fp16, set a "
-            "smaller initial_scale_power"
+            f"{'all' if not checked else 'too many'} of {task.steps + _EXTRA_STEPS} steps were skipped: "
+            + _why_skipped(engine.optimizer)
         )
     result = VerifyResult(
         optimizer=str(task.config["optimizer"]["type"]),
@@ -161,6 +159,20 @@ def _train(task: Task, fault: str | None) -> VerifyResult:
     )
     engine.destroy()
     return result
+
+
+def _why_skipped(zero: Any) -> str:
+    """The reason of the last skipped step, and what to do about it."""
+    guard = getattr(zero, "guard", None)
+    if guard is not None and guard.last is guard.spikes:
+        return f"{guard.spikes.why}. Raise it, or leave it out for this check"
+    if guard is not None and guard.last is guard.bad_updates:
+        return f"{guard.bad_updates.why}. DS_MUON_NAN_CAPTURE=1 saves its input for ds-muon replay"
+    why = "a gradient is not finite" if guard is None else guard.bad_gradients.why
+    remedy = "look for what is infinite in the data or the model"
+    if zero.dtype == torch.float16:
+        remedy += f", or set a smaller initial_scale_power: the loss scale was {zero.loss_scale:g}"
+    return f"{why}; {remedy}"
 
 
 def _engine(model: torch.nn.Module, config: dict[str, Any]) -> Any:

@@ -16,6 +16,7 @@ the number of matrices in the batch: on GPUs the nearest of the possible numbers
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -61,6 +62,8 @@ def draws(shape: tuple[int, ...]) -> int:
 
 def explained(changes: Sequence[float]) -> float:
     """What an update may differ by, given by how much it does under random roundings, once per draw."""
+    if not all(map(math.isfinite, changes)):
+        return math.inf
     return _MEANS * statistics.fmean(changes) + _DEVIATIONS * statistics.stdev(changes)
 
 

@@ -21,6 +21,7 @@ from tests.unit.test_step import exact_gradients
 
 SHAPES = [(30, 20), (8, 8), (5,)]
 SETTINGS = NewtonSchulz.resolve(torch.device("cpu"))
+MAY_MOVE = torch.tensor(True)
 
 
 def environment(folder: Path, **more: str) -> dict[str, str]:
@@ -41,7 +42,7 @@ def capture_one(monkeypatch: pytest.MonkeyPatch, folder: Path, **more: str) -> N
     for key, value in environment(folder, **more).items():
         monkeypatch.setenv(key, value)
     capture = NanCapture(rank=3)
-    capture.start_step(7)
+    capture.start_step(7, MAY_MOVE)
     kept = capture.keep(list(matrices()))
     capture.save_nonfinite(["layer.weight"], kept, with_nan(matrices()), SETTINGS)
     return capture
@@ -71,7 +72,7 @@ def test_only_what_is_not_finite_is_saved(monkeypatch: pytest.MonkeyPatch, tmp_p
     for key, value in environment(tmp_path).items():
         monkeypatch.setenv(key, value)
     capture = NanCapture(rank=0)
-    capture.start_step(1)
+    capture.start_step(1, MAY_MOVE)
     batch = matrices(3)
     outputs = batch.clone()
     outputs[1, 0, 0] = -torch.inf
@@ -84,13 +85,13 @@ def test_only_what_is_not_finite_is_saved(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_files_are_remembered_for_one_step_more(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     capture = capture_one(monkeypatch, tmp_path)
     assert len(capture.saved) == 1 and capture.stops_training
-    capture.start_step(8)
+    capture.start_step(8, MAY_MOVE)
     assert len(capture.saved) == 1 and not capture.stops_training
     capture.save_nonfinite(["a"], capture.keep(list(matrices())), with_nan(matrices()), SETTINGS)
     assert len(capture.saved) == 2
-    capture.start_step(9)
+    capture.start_step(9, MAY_MOVE)
     assert len(capture.saved) == 1
-    capture.start_step(10)
+    capture.start_step(10, MAY_MOVE)
     assert capture.saved == []
 
 
@@ -98,7 +99,7 @@ def test_no_room_for_copies_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_pa
     for key, value in environment(tmp_path).items():
         monkeypatch.setenv(key, value)
     capture = NanCapture(rank=0)
-    capture.start_step(1)
+    capture.start_step(1, MAY_MOVE)
     matrix = mock.Mock(clone=mock.Mock(side_effect=torch.OutOfMemoryError("no room")))
     with mock.patch("ds_muon.capture.logger.warning") as warning:
         assert capture.keep([matrix]) == []
@@ -113,7 +114,7 @@ def test_off_it_copies_and_writes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_p
         monkeypatch.setenv("DS_MUON_NAN_CAPTURE", switch)
     capture = NanCapture(rank=0)
     with mock.patch("ds_muon.capture.os.environ.get", wraps=os.environ.get) as look:
-        capture.start_step(1)
+        capture.start_step(1, MAY_MOVE)
         assert capture.keep(list(matrices())) == []
         capture.save_nonfinite(["a"], [], with_nan(matrices()), SETTINGS)
         assert not capture.stops_training
@@ -131,24 +132,36 @@ def test_a_rank_leaves_ten_files_or_as_many_as_it_is_told_to(monkeypatch: pytest
         capture = capture_one(monkeypatch, tmp_path, DS_MUON_NAN_CAPTURE_MAX="11")
     assert capture.stops_training  # there is evidence of its like
     ((text,),) = [call.args for call in warning.call_args_list]
-    assert "holds 11 files of rank 3" in text and "DS_MUON_NAN_CAPTURE_MAX" in text
+    assert "all of the 11 files that rank 3 may leave" in text and "DS_MUON_NAN_CAPTURE_MAX" in text
 
 
-@pytest.mark.parametrize("obstacle", ["file in place of the folder", "no number", "full disk"])
+@pytest.mark.parametrize("obstacle", ["file in place of the folder", "full disk"])
 def test_what_cannot_be_saved_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, obstacle: str) -> None:
-    folder, more = tmp_path / "captures", {}
+    folder = tmp_path / "captures"
     if obstacle == "file in place of the folder":
         folder.write_text("")
-    elif obstacle == "no number":
-        more = {"DS_MUON_NAN_CAPTURE_MAX": "many"}
     else:
         monkeypatch.setattr("ds_muon.capture.torch.save", mock.Mock(side_effect=RuntimeError("no space left")))
     with mock.patch("ds_muon.capture.logger.warning") as warning:
-        capture = capture_one(monkeypatch, folder, **more)
+        capture = capture_one(monkeypatch, folder)
     assert capture.saved == [] and not capture.stops_training
     ((text,),) = [call.args for call in warning.call_args_list]
     assert "could not save the input of layer.weight" in text and "rank 3" in text
     assert not folder.is_dir() or list(folder.iterdir()) == []
+
+
+def test_a_limit_that_is_no_number_is_warned_of_and_ten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with mock.patch("ds_muon.capture.logger.warning") as warning:
+        assert len(capture_one(monkeypatch, tmp_path, DS_MUON_NAN_CAPTURE_MAX="many").saved) == 1
+    assert 'DS_MUON_NAN_CAPTURE_MAX="many" is not a number; 10 files are saved' in warning.call_args_list[0].args[0]
+
+
+def test_a_step_that_is_not_applied_anyway_is_not_captured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for key, value in environment(tmp_path).items():
+        monkeypatch.setenv(key, value)
+    capture = NanCapture(rank=0)
+    capture.start_step(1, torch.tensor(False))
+    assert capture.keep(list(matrices())) == [] and not capture.is_on
 
 
 def test_a_problem_is_warned_of_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -158,7 +171,7 @@ def test_a_problem_is_warned_of_once(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     capture = NanCapture(rank=0)
     with mock.patch("ds_muon.capture.logger.warning") as warning:
         for step in range(3):
-            capture.start_step(step)
+            capture.start_step(step, MAY_MOVE)
             capture.save_nonfinite(["a"], capture.keep(list(matrices())), with_nan(matrices()), SETTINGS)
     assert warning.call_count == 1
 
@@ -166,8 +179,8 @@ def test_a_problem_is_warned_of_once(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"", "damaged, or no capture"),
-        (b"not a torch file", "damaged, or no capture"),
+        (b"", "damaged, or no capture of ds_muon"),
+        (b"not a torch file", "damaged, or no capture of ds_muon"),
         ({"weights": 1}, "saved by something else"),
         ([1], "saved by something else"),
         ({"ds_muon_capture": 99}, "has format 99"),
@@ -221,8 +234,8 @@ def test_a_switch_that_is_neither_on_nor_off_is_warned_of(monkeypatch: pytest.Mo
     monkeypatch.setenv("DS_MUON_NAN_CAPTURE", "true")
     capture = NanCapture(rank=0)
     with mock.patch("ds_muon.capture.logger.warning") as warning:
-        capture.start_step(1)
-        capture.start_step(2)
+        capture.start_step(1, MAY_MOVE)
+        capture.start_step(2, MAY_MOVE)
     assert not capture.is_on and warning.call_count == 1
     assert "DS_MUON_NAN_CAPTURE=true is neither 1 nor 0" in warning.call_args.args[0]
 
@@ -230,7 +243,7 @@ def test_a_switch_that_is_neither_on_nor_off_is_warned_of(monkeypatch: pytest.Mo
 def test_half_a_file_and_none_are_clear_errors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (path,) = capture_one(monkeypatch, tmp_path).saved
     path.write_bytes(path.read_bytes()[:-500])
-    with pytest.raises(CaptureError, match="damaged, or no capture"):
+    with pytest.raises(CaptureError, match="damaged, or no capture of ds_muon"):
         read_capture(path)
     with pytest.raises(CaptureError, match="No such file"):
         read_capture(tmp_path / "nothing.pt")
@@ -323,7 +336,8 @@ def test_without_the_guard_all_ranks_stop_together_in_the_next_step(tmp_path: Pa
     assert len({tuple(raised) for raised in ranks}) == 1
     first, second, third = ranks[0]
     assert first is None and third is None
-    assert second is not None and "nan_guard is off" in second and f"ds-muon replay {path}" in second
+    assert second is not None and f"ds-muon replay {path}" in second
+    assert "the update of p0 was not finite and, with nan_guard off, has been applied: load a checkpoint" in second
 
 
 @pytest.mark.ranks

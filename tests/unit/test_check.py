@@ -163,6 +163,18 @@ def test_a_wrong_row_variance_is_found_and_named_before_it_changes_an_update(fau
     assert len(wrong) == 18 and all(record.diagnosis.startswith("wrong row variance") for record in wrong)
 
 
+@ranks
+@pytest.mark.parametrize("variant", ["muon", "normuon"])
+def test_coefficients_that_diverge_are_wrong_and_named(variant: str) -> None:
+    config = ds_config({"ns_coefficients": [[4.0, 3.0, 2.0]], "ns_steps": 12, "variant": variant})
+    wrong = [r for r in run_ranks(2, check_gpt, config, None, 1)[0] if not r.ok and r.half == "muon"]
+    assert len(wrong) == 18
+    assert all(
+        r.diagnosis == "not finite: the applied change is not, nor is the reference: the coefficients diverge"
+        for r in wrong
+    )
+
+
 # ---- no false alarms, no trace --------------------------------------------------------------------------------------
 
 # Small matrices, among which some are near to singular: their updates magnify roundings most.

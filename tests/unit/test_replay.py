@@ -29,7 +29,7 @@ def saved(folder: Path, monkeypatch: pytest.MonkeyPatch, matrix: Tensor, setting
     monkeypatch.setenv("DS_MUON_NAN_CAPTURE", "1")
     monkeypatch.setenv("DS_MUON_NAN_CAPTURE_DIR", str(folder))
     capture = NanCapture(rank=1)
-    capture.start_step(9)
+    capture.start_step(9, torch.tensor(True))
     output = torch.full_like(matrix, torch.nan)[None]
     capture.save_nonfinite(["layer.weight"], capture.keep([matrix]), output, settings)
     return capture.saved[0]
@@ -166,7 +166,7 @@ def test_an_input_that_is_not_finite_and_coefficients_that_diverge_are_told_apar
     sick_input[3] = torch.inf
     path = saved(tmp_path, monkeypatch, sick_input, NewtonSchulz.resolve(CPU))
     assert cli.main(["replay", str(path)]) == 1
-    assert "INPUT: 30 of its 600 elements are not finite" in capsys.readouterr().out
+    assert "INPUT: of its 600 elements 30 are not finite" in capsys.readouterr().out
     wild = NewtonSchulz.resolve(CPU, ns_coefficients=[[50.0, -10.0, 30.0]], ns_steps=30)
     path = saved(tmp_path, monkeypatch, gaussian(20, 30), wild)
     assert cli.main(["replay", str(path)]) == 1
@@ -184,7 +184,7 @@ def test_a_file_that_cannot_be_read_is_told_and_the_others_are_replayed(
     (tmp_path / "bad.pt").write_text("hello")
     assert cli.main(["replay", str(tmp_path / "bad.pt"), str(good)]) == 2
     out = capsys.readouterr().out
-    assert "bad.pt is damaged, or no capture" in out and "NOT REPRODUCED" in out
+    assert "bad.pt is damaged, or no capture of ds_muon" in out and "NOT REPRODUCED" in out
 
 
 @pytest.mark.parametrize("table", COEFFICIENTS)
