@@ -1,0 +1,210 @@
+"""The Triton kernels: ``out = alpha A B + beta C`` for a batch of matrices, in two ways to reach memory.
+
+``matmul_descriptors`` moves tiles with the TMA unit of Hopper GPUs; ``matmul_pointers`` loads and stores through masked
+pointers and runs on every GPU. Both accumulate in fp32, walk K upwards in one piece, and end in the same expression,
+so that neither the tile nor the batch changes a bit of the result.
+
+A symmetric product computes the tiles that hold something on or below the diagonal. What lies below is also stored
+transposed; what lies on it is made of its own lower triangle: A B of commuting matrices is symmetric, its rounding is
+not. The result equals its transpose exactly.
+
+Shapes: A is (batch, m, k), B is (batch, k, n), C and out are (batch, m, n) with contiguous rows.
+"""
+
+# Kernels are Triton, not Python with types.
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _triangle(index, RATIO: tl.constexpr):
+    """Row and column of tile ``index`` where row ``r = 0, 1, ...`` holds ``r // RATIO + 1`` tiles, row by row."""
+    # RATIO p (p + 1) / 2 tiles lie above band p of RATIO rows. The square root is approximate: settle it in integers.
+    band = ((tl.sqrt(index.to(tl.float32) * (8.0 / RATIO) + 1.0) - 1.0) * 0.5).to(tl.int32)
+    band = tl.where(RATIO * band * (band + 1) // 2 > index, band - 1, band)
+    band = tl.where(RATIO * (band + 1) * (band + 2) // 2 <= index, band + 1, band)
+    rest = index - RATIO * band * (band + 1) // 2
+    return band * RATIO + rest // (band + 1), rest % (band + 1)
+
+
+@triton.jit
+def _position(index, tile_rows, tile_cols, RATIO: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr):
+    """Row and column of tile ``index``: GROUP rows at a time, column by column: neighbours share operands in L2.
+
+    Of a symmetric product only tiles with something on or below the diagonal count. RATIO is tile width over height.
+    """
+    if SYMMETRIC:
+        row, _ = _triangle(index, RATIO)
+        first = row // GROUP * GROUP
+        height = tl.minimum(tile_rows - first, GROUP)
+        # A group is a rectangle of whole columns, then the triangle at the diagonal.
+        width = first // RATIO
+        index -= first * (width + 1) // 2
+        corner_row, corner_col = _triangle(tl.maximum(index - width * height, 0), RATIO)
+        row = tl.where(index < width * height, index % height, corner_row)
+        col = tl.where(index < width * height, index // height, width + corner_col)
+    else:
+        first = index // (GROUP * tile_cols) * GROUP
+        height = tl.minimum(tile_rows - first, GROUP)
+        index -= first * tile_cols
+        row = index % height
+        col = index // height
+    return first + row, col
+
+
+@triton.jit
+def _blend(acc, c, alpha, beta):
+    """``alpha acc + beta c`` in fp32. Spelled out: left to the compiler, the fusion could differ between kernels."""
+    return tl.fma(c.to(tl.float32), beta, acc * alpha)
+
+
+@triton.jit
+def _mirror_lower(x):
+    """The square ``x`` with its upper triangle replaced by the transpose of the lower one."""
+    row = tl.arange(0, x.shape[0])
+    return tl.where(row[:, None] >= row[None, :], x, tl.trans(x))
+
+
+@triton.jit
+def _halves(x):
+    """Left and right half of the columns. The columns of an accumulator lie in registers: nothing moves."""
+    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _load(desc, matrix, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """The (ROWS, COLS) block at (row, col). TRANSPOSED: the storage that ``desc`` describes holds the transpose."""
+    if TRANSPOSED:
+        return tl.trans(tl.reshape(desc.load([matrix, col, row]), (COLS, ROWS)))
+    else:
+        return tl.reshape(desc.load([matrix, row, col]), (ROWS, COLS))
+
+
+@triton.jit
+def _store(desc, x, matrix, row, col, PIECES: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Store ``x``, or its transpose, at (row, col) of the storage, in PIECES slices of the columns of ``x``."""
+    if PIECES > 1:
+        left, right = _halves(x)
+        half: tl.constexpr = x.shape[1] // 2
+        _store(desc, left, matrix, row, col, PIECES // 2, TRANSPOSED)
+        if TRANSPOSED:
+            _store(desc, right, matrix, row + half, col, PIECES // 2, TRANSPOSED)
+        else:
+            _store(desc, right, matrix, row, col + half, PIECES // 2, TRANSPOSED)
+    elif TRANSPOSED:
+        desc.store([matrix, row, col], tl.reshape(tl.trans(x), (1, x.shape[1], x.shape[0])))
+    else:
+        desc.store([matrix, row, col], tl.reshape(x, (1, x.shape[0], x.shape[1])))
+
+
+@triton.jit
+def _finish_square(
+    acc, c, out, mirror, matrix, row, col, alpha, beta,
+    PIECES: tl.constexpr, SYMMETRIC: tl.constexpr, HAS_C: tl.constexpr,
+):  # fmt: skip
+    """Blend with C and store one square block of the accumulator, whose first element is (row, col)."""
+    # What a wide tile holds above the diagonal belongs to another tile.
+    if not SYMMETRIC or col <= row:
+        if HAS_C:
+            acc = _blend(acc, _load(c, matrix, row, col, acc.shape[0], acc.shape[1], False), alpha, beta)
+        x = acc.to(out.dtype)
+        if not SYMMETRIC:
+            _store(out, x, matrix, row, col, PIECES, False)
+        elif col == row:
+            _store(out, _mirror_lower(x), matrix, row, col, PIECES, False)
+        else:
+            _store(out, x, matrix, row, col, PIECES, False)
+            _store(mirror, x, matrix, col, row, PIECES, True)
+
+
+@triton.jit(do_not_specialize=["batch", "tiles", "m", "n", "k"])
+def matmul_descriptors(
+    a, b, c, out, mirror, batch, tiles, m, n, k, alpha, beta,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, PIECES: tl.constexpr,
+    FLATTEN: tl.constexpr, A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr,
+    SYMMETRIC: tl.constexpr, HAS_C: tl.constexpr,
+):  # fmt: skip
+    """Persistent: program p works on tiles p, p + programs, ... of all ``batch * tiles`` tiles.
+
+    ``a``, ``b``, ``c``, ``out`` and ``mirror`` are descriptors with exact bounds per matrix, so no ragged side needs a
+    mask. ``out`` and ``mirror`` describe the same storage; their blocks are a slice of a square and its transpose.
+    FLATTEN makes one loop of the tiles and of K, which loads the next tile while this one is being stored.
+    """
+    tile_rows = tl.cdiv(m, ROWS)
+    tile_cols = tl.cdiv(n, COLS)
+    start = tl.program_id(0)
+    programs = tl.num_programs(0)
+    # The epilogue counts its tiles itself: it must not hold back the loads of the next tile.
+    finished = start - programs
+    for index in tl.range(start, batch * tiles, programs, flatten=FLATTEN):
+        matrix = index // tiles
+        row, col = _position(index % tiles, tile_rows, tile_cols, COLS // ROWS, GROUP, SYMMETRIC)
+        acc = tl.zeros((ROWS, COLS), dtype=tl.float32)
+        for step in range(tl.cdiv(k, DEPTH)):
+            x = _load(a, matrix, row * ROWS, step * DEPTH, ROWS, DEPTH, A_TRANSPOSED)
+            y = _load(b, matrix, step * DEPTH, col * COLS, DEPTH, COLS, B_TRANSPOSED)
+            acc = tl.dot(x, y, acc, input_precision="ieee")
+        finished += programs
+        matrix = finished // tiles
+        row, col = _position(finished % tiles, tile_rows, tile_cols, COLS // ROWS, GROUP, SYMMETRIC)
+        row *= ROWS
+        col *= COLS
+        if COLS == ROWS:
+            _finish_square(acc, c, out, mirror, matrix, row, col, alpha, beta, PIECES, SYMMETRIC, HAS_C)
+        else:
+            tl.static_assert(COLS == 2 * ROWS)
+            left, right = _halves(acc)
+            _finish_square(left, c, out, mirror, matrix, row, col, alpha, beta, PIECES, SYMMETRIC, HAS_C)
+            _finish_square(right, c, out, mirror, matrix, row, col + ROWS, alpha, beta, PIECES, SYMMETRIC, HAS_C)
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def matmul_pointers(
+    a, b, c, out, tiles, m, n, k, alpha, beta,
+    a_batch, a_row, a_col, b_batch, b_row, b_col, c_batch, c_row, out_batch, out_row,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    SYMMETRIC: tl.constexpr, HAS_C: tl.constexpr,
+):  # fmt: skip
+    """One program per tile. A and B have any strides, in elements; rows of C and out are contiguous."""
+    index = tl.program_id(0)
+    # A batch may span more than 2^31 elements.
+    matrix = (index // tiles).to(tl.int64)
+    row, col = _position(index % tiles, tl.cdiv(m, ROWS), tl.cdiv(n, COLS), COLS // ROWS, GROUP, SYMMETRIC)
+    rows = row * ROWS + tl.arange(0, ROWS)
+    cols = col * COLS + tl.arange(0, COLS)
+    depth = tl.arange(0, DEPTH)
+    rows_64 = rows.to(tl.int64)
+    cols_64 = cols.to(tl.int64)
+    depth_64 = depth.to(tl.int64)
+    in_rows = rows < m
+    in_cols = cols < n
+
+    a += matrix * a_batch + rows_64[:, None] * a_row + depth_64[None, :] * a_col
+    b += matrix * b_batch + depth_64[:, None] * b_row + cols_64[None, :] * b_col
+    acc = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    for step in range(tl.cdiv(k, DEPTH)):
+        in_depth = depth < k - step * DEPTH
+        x = tl.load(a, mask=in_rows[:, None] & in_depth[None, :], other=0.0)
+        y = tl.load(b, mask=in_depth[:, None] & in_cols[None, :], other=0.0)
+        acc = tl.dot(x, y, acc, input_precision="ieee")
+        a += DEPTH * a_col
+        b += DEPTH * b_row
+
+    inside = in_rows[:, None] & in_cols[None, :]
+    if HAS_C:
+        c += matrix * c_batch + rows_64[:, None] * c_row + cols_64[None, :]
+        acc = _blend(acc, tl.load(c, mask=inside, other=0.0), alpha, beta)
+    x = acc.to(out.dtype.element_ty)
+    out += matrix * out_batch
+    if SYMMETRIC:
+        tl.static_assert(COLS == ROWS)
+        if row == col:
+            x = _mirror_lower(x)
+        else:
+            mirrored = out + cols_64[:, None] * out_row + rows_64[None, :]
+            tl.store(mirrored, tl.trans(x), mask=in_cols[:, None] & in_rows[None, :])
+    tl.store(out + rows_64[:, None] * out_row + cols_64[None, :], x, mask=inside)
