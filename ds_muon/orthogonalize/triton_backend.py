@@ -64,9 +64,9 @@ class Tile:
 # a quarter less from L2, elsewhere.
 SMALL = Tile(128, 128, 64, warps=4, stages=3, programs_per_sm=2, pieces=4)
 WIDE = Tile(128, 256, 64, warps=8, stages=3, programs_per_sm=1, flatten=True)
-# Any GPU. fp32 products run on the ordinary units, where a larger block has no registers left.
-POINTERS = Tile(128, 128, 32, warps=4, stages=4)
-POINTERS_FP32 = Tile(64, 64, 32, warps=4, stages=3)
+# Any GPU. Eight warps leave registers for the addresses of ragged rows, and for fp32 products without tensor cores.
+POINTERS = Tile(128, 128, 32, warps=8, stages=4)
+POINTERS_FP32 = Tile(128, 128, 16, warps=8, stages=3)
 
 # Rows of blocks that are worked on together, so that they share operands in L2. A multiple of cols / rows.
 _GROUP = 8

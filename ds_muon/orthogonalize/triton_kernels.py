@@ -174,30 +174,31 @@ def matmul_pointers(
     # A batch may span more than 2^31 elements.
     matrix = (index // tiles).to(tl.int64)
     row, col = _position(index % tiles, tl.cdiv(m, ROWS), tl.cdiv(n, COLS), COLS // ROWS, GROUP, SYMMETRIC)
-    rows = row * ROWS + tl.arange(0, ROWS)
-    cols = col * COLS + tl.arange(0, COLS)
-    depth = tl.arange(0, DEPTH)
-    rows_64 = rows.to(tl.int64)
-    cols_64 = cols.to(tl.int64)
-    depth_64 = depth.to(tl.int64)
-    in_rows = rows < m
-    in_cols = cols < n
+    first_row = row.to(tl.int64) * ROWS
+    first_col = col.to(tl.int64) * COLS
+    rows = tl.arange(0, ROWS).to(tl.int64)
+    cols = tl.arange(0, COLS).to(tl.int64)
+    depth = tl.arange(0, DEPTH).to(tl.int64)
+    in_rows = rows < m - first_row
+    in_cols = cols < n - first_col
 
-    a += matrix * a_batch + rows_64[:, None] * a_row + depth_64[None, :] * a_col
-    b += matrix * b_batch + depth_64[:, None] * b_row + cols_64[None, :] * b_col
+    a += matrix * a_batch + first_row * a_row
+    b += matrix * b_batch + first_col * b_col
+    a_offsets = rows[:, None] * a_row + depth[None, :] * a_col
+    b_offsets = depth[:, None] * b_row + cols[None, :] * b_col
     acc = tl.zeros((ROWS, COLS), dtype=tl.float32)
     for step in range(tl.cdiv(k, DEPTH)):
         in_depth = depth < k - step * DEPTH
-        x = tl.load(a, mask=in_rows[:, None] & in_depth[None, :], other=0.0)
-        y = tl.load(b, mask=in_depth[:, None] & in_cols[None, :], other=0.0)
+        x = tl.load(a + a_offsets, mask=in_rows[:, None] & in_depth[None, :], other=0.0)
+        y = tl.load(b + b_offsets, mask=in_depth[:, None] & in_cols[None, :], other=0.0)
         acc = tl.dot(x, y, acc, input_precision="ieee")
         a += DEPTH * a_col
         b += DEPTH * b_row
 
     inside = in_rows[:, None] & in_cols[None, :]
     if HAS_C:
-        c += matrix * c_batch + rows_64[:, None] * c_row + cols_64[None, :]
-        acc = _blend(acc, tl.load(c, mask=inside, other=0.0), alpha, beta)
+        c += matrix * c_batch + first_row * c_row + first_col
+        acc = _blend(acc, tl.load(c + rows[:, None] * c_row + cols[None, :], mask=inside, other=0.0), alpha, beta)
     x = acc.to(out.dtype.element_ty)
     out += matrix * out_batch
     if SYMMETRIC:
@@ -205,6 +206,8 @@ def matmul_pointers(
         if row == col:
             x = _mirror_lower(x)
         else:
-            mirrored = out + cols_64[:, None] * out_row + rows_64[None, :]
-            tl.store(mirrored, tl.trans(x), mask=in_cols[:, None] & in_rows[None, :])
-    tl.store(out + rows_64[:, None] * out_row + cols_64[None, :], x, mask=inside)
+            mirrored = out + first_col * out_row + first_row
+            offsets = cols[:, None] * out_row + rows[None, :]
+            tl.store(mirrored + offsets, tl.trans(x), mask=in_cols[:, None] & in_rows[None, :])
+    out += first_row * out_row + first_col
+    tl.store(out + rows[:, None] * out_row + cols[None, :], x, mask=inside)

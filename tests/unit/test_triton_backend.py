@@ -1,0 +1,364 @@
+"""The Triton kernels against fp64: every operation, both ways to memory, ragged and transposed operands, whole chains.
+
+On a GPU the shipped tiles run; elsewhere Triton's interpreter runs small ones.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import math
+import os
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_muon.orthogonalize import newton_schulz, reference_newton_schulz, schedule
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("needs Triton", allow_module_level=True)
+GPU = torch.cuda.is_available()
+if not GPU and "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("Triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
+with pytest.MonkeyPatch.context() as environment:
+    if not GPU:
+        # Read when kernels are defined.
+        environment.setenv("TRITON_INTERPRET", "1")
+    from ds_muon.orthogonalize import triton_backend
+    from ds_muon.orthogonalize.triton_backend import POINTERS, POINTERS_FP32, SMALL, WIDE, Tile, choose_tile, matmul
+
+DEVICE = torch.device("cuda" if GPU else "cpu")
+HOPPER = GPU and torch.cuda.get_device_capability()[0] == 9
+# The interpreter's bf16 products are wrong (Triton 3.6): there bf16 needs a GPU.
+DTYPES = [torch.float32, torch.float16, torch.bfloat16] if GPU else [torch.float32, torch.float16]
+if GPU:
+    TILES = {"pointers": POINTERS, "pointers_fp32": POINTERS_FP32}
+    TILES |= {"small": SMALL, "wide": WIDE} if HOPPER else {}
+else:
+    TILES = {
+        "pointers": Tile(32, 32, 32, warps=4, stages=3),
+        "small": Tile(32, 32, 32, warps=4, stages=3, programs_per_sm=2, pieces=4),
+        "wide": Tile(32, 64, 32, warps=4, stages=3, programs_per_sm=1, flatten=True),
+    }
+# Blocks of fp32 overflow the shared memory for which the half-precision tiles are cut, and the other way round.
+CASES = [
+    pytest.param(tile, dtype, id=f"{name}-{str(dtype).removeprefix('torch.')}")
+    for (name, tile), dtype in itertools.product(TILES.items(), DTYPES)
+    if not GPU or (dtype == torch.float32) == (name == "pointers_fp32")
+]
+needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
+needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter wants its variable at the first launch too, and a tensor where a GPU takes an address."""
+    if not GPU:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+        def describe(x: Tensor, rows: int, cols: int) -> object:
+            return triton_backend.TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, cols])
+
+        monkeypatch.setattr(triton_backend, "describe", describe)
+
+
+def gaussian(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+def unit(batch: int, m: int, n: int, dtype: torch.dtype, tall: bool, seed: int = 0) -> Tensor:
+    """(batch, m, n) of Frobenius norm 1 each; ``tall``: the transpose of what lies in memory."""
+    x = gaussian(batch, n, m, seed=seed).mT if tall else gaussian(batch, m, n, seed=seed)
+    return (x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)).to(dtype)
+
+
+def commuting(batch: int, m: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Two polynomials of one symmetric matrix, each equal to its transpose; the rounding of their product is not."""
+    r = unit(batch, m, m, torch.float64, False)
+    r = r @ r.mT
+    first, second = ((c * r + r @ r).to(dtype) for c in (0.5, -0.7))
+    return mirrored(first), mirrored(second)
+
+
+def mirrored(x: Tensor) -> Tensor:
+    return x.tril() + x.tril(-1).mT
+
+
+def assert_rounded(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    symmetric: bool = False,
+) -> None:
+    """``out`` is ``alpha a @ b + beta c``, summed in fp32 and rounded once; and no worse than torch's own product.
+
+    ``symmetric``: operands commute but for their own rounding, and the lower triangle counts.
+    """
+    a64, b64, c64 = a.double(), b.double(), torch.zeros_like(out).double() if c is None else c.double()
+    exact = alpha * (a64 @ b64) + beta * c64
+    torchs = torch.bmm(a, b) if c is None else torch.baddbmm(c, a, b, alpha=alpha, beta=beta)
+    magnitude = abs(alpha) * (a64.abs() @ b64.abs()) + abs(beta) * c64.abs()
+    if symmetric:
+        exact, torchs, magnitude = mirrored(exact), mirrored(torchs), mirrored(magnitude)
+    eps, limits = torch.finfo(torch.float32).eps, torch.finfo(out.dtype)
+    summed = (a.shape[-1] + 2) * eps * magnitude
+    error = (out.double() - exact).abs()
+    assert out.dtype == a.dtype and out.shape == exact.shape
+    assert bool((error <= limits.eps / 2 * (exact.abs() + summed) + summed + limits.smallest_normal * limits.eps).all())
+    # Two orders of summation of one length may differ by a small factor, where rounding at the end does not hide it.
+    factor = 3 if out.dtype == torch.float32 else 1.01
+    assert float(error.norm()) <= factor * float((torchs.double() - exact).norm()) + eps * float(exact.norm())
+
+
+# ---- single operations ----------------------------------------------------------------------------------------------
+
+SHAPES = [(1, 1, 1), (2, 15, 15), (1, 16, 16), (3, 17, 17), (1, 127, 127), (1, 129, 129)]  # squares
+SHAPES += [(2, 1, 17), (3, 13, 31), (1, 61, 67), (1, 16, 1024), (33, 5, 7)]
+SHAPES += [(33, 257, 300), (3, 1000, 1003), (2, 1024, 1024)] if GPU else []
+
+
+@pytest.mark.parametrize(("tile", "dtype"), CASES)
+@pytest.mark.parametrize("tall", [False, True], ids=["wide", "tall"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_operations_match_fp64(shape: tuple[int, int, int], tall: bool, tile: Tile, dtype: torch.dtype) -> None:
+    batch, m, n = shape
+    x = unit(batch, m, n, dtype, tall)
+    r = matmul(x, x.mT, symmetric=True, tile=tile)
+    assert_rounded(r, x, x.mT)
+    assert torch.equal(r, r.mT)
+    p = matmul(r, x, x, beta=3.4445, tile=tile)
+    assert_rounded(p, r, x, x, beta=3.4445)
+    q = matmul(r, x, tile=tile)
+    assert_rounded(q, r, x)
+    # A transposed matrix stays so: nothing is copied on the way through an iteration.
+    if min(m, n) > 1:
+        assert all((out.mT if tall else out).stride(2) == 1 for out in (p, q))
+
+
+@pytest.mark.parametrize(("tile", "dtype"), CASES)
+@pytest.mark.parametrize("m", [1, 16, 67, 129, *((1000, 2048) if GPU else ())])
+def test_symmetric_results_equal_their_transpose(m: int, tile: Tile, dtype: torch.dtype) -> None:
+    r, z = commuting(2, m, dtype)
+    for c in (r, r.mT):
+        t = matmul(r, z, c, alpha=1.5, beta=-0.3, symmetric=True, tile=tile)
+        assert torch.equal(t, t.mT)
+        assert_rounded(t, r, z, r, alpha=1.5, beta=-0.3, symmetric=True)
+
+
+@pytest.mark.parametrize(("tile", "dtype"), CASES)
+def test_blocks_are_visited_once_each_in_every_group(tile: Tile, dtype: torch.dtype) -> None:
+    # More rows of blocks than are worked on together, the last group ragged, in a batch.
+    x = unit(2, 11 * tile.rows - 3, 16, dtype, False)
+    r = matmul(x, x.mT, symmetric=True, tile=tile)
+    assert torch.equal(r, r.mT)
+    assert_rounded(r, x, x.mT)
+    y = unit(2, 16, 3 * tile.cols + 1, dtype, False)
+    assert_rounded(matmul(x, y, tile=tile), x, y)
+
+
+@pytest.mark.parametrize(("tile", "dtype"), CASES)
+def test_nothing_outside_a_matrix_reaches_the_result(tile: Tile, dtype: torch.dtype) -> None:
+    for rows, cols, pitch in [(17, 23, 40), (17, 23, 37), (40, 24, 24)]:
+        buffer = torch.full((3, rows + 5, pitch), float("nan"), dtype=dtype, device=DEVICE)
+        x = buffer[:, 2 : rows + 2, :cols]
+        x.copy_(unit(3, rows, cols, dtype, False))
+        for operand in (x, x.mT):
+            r = matmul(operand, operand.mT, symmetric=True, tile=tile)
+            assert torch.equal(r, matmul(operand.clone(), operand.mT.clone(), symmetric=True, tile=tile))
+            assert_rounded(matmul(r, operand, operand, beta=0.5, tile=tile), r, operand, operand, beta=0.5)
+
+
+@pytest.mark.parametrize(("tile", "dtype"), CASES)
+def test_any_strides_are_read(tile: Tile, dtype: torch.dtype) -> None:
+    x = unit(3, 34, 50, dtype, False)
+    for view in (x[::2, ::2, ::2], x[:1].expand(3, -1, -1), x[1:, 1:, 1:], x[:, :, 3:].mT, x.permute(1, 0, 2)):
+        y = view.mT
+        assert_rounded(matmul(view, y, tile=tile), view, y)
+        r = matmul(view, y, symmetric=True, tile=tile)
+        assert_rounded(matmul(r, view, view, beta=2.0, tile=tile), r, view, view, beta=2.0)
+
+
+@pytest.mark.parametrize(("tile", "dtype"), CASES)
+def test_no_operand_is_modified_and_no_batch_gives_no_result(tile: Tile, dtype: torch.dtype) -> None:
+    x = unit(2, 17, 40, dtype, False)
+    r = matmul(x, x.mT, symmetric=True, tile=tile)
+    before = x.clone(), r.clone()
+    matmul(r, r, r, alpha=2.0, beta=0.5, symmetric=True, tile=tile)
+    matmul(r, x, x, beta=0.5, tile=tile)
+    assert torch.equal(x, before[0]) and torch.equal(r, before[1])
+    assert matmul(x[:0], x[:0].mT, symmetric=True, tile=tile).shape == (0, 17, 17)
+    assert matmul(r[:0], x[:0], x[:0], tile=tile).shape == (0, 17, 40)
+
+
+@pytest.mark.parametrize(("tile", "dtype"), CASES)
+def test_zero_gives_zero_and_nan_stays_in_its_matrix(tile: Tile, dtype: torch.dtype) -> None:
+    x = unit(3, 33, 45, dtype, False)
+    x[0] = 0
+    x[1, 3, 4] = float("nan")
+    r = matmul(x, x.mT, symmetric=True, tile=tile)
+    p = matmul(r, x, x, beta=0.5, tile=tile)
+    assert r[0].count_nonzero() == 0 and p[0].count_nonzero() == 0
+    assert r[1].isnan().any() and p[1].isnan().any()
+    assert r[2].isfinite().all() and p[2].isfinite().all()
+
+
+# ---- the result does not depend on the batch ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tile", "dtype"), CASES)
+@pytest.mark.parametrize("tall", [False, True], ids=["wide", "tall"])
+def test_a_result_does_not_depend_on_its_batch(tall: bool, tile: Tile, dtype: torch.dtype) -> None:
+    for m, n in [(17, 40), (16, 133), (48, 48), *(((300, 777), (1024, 1024), (128, 16384)) if GPU else ())]:
+        x = unit(5, m, n, dtype, tall)
+        r = matmul(x, x.mT, symmetric=True, tile=tile)
+        p = matmul(r, x, x, beta=0.5, tile=tile)
+        for part in (slice(0, 1), slice(4, 5), slice(1, 4)):
+            alone = matmul(x[part], x[part].mT, symmetric=True, tile=tile)
+            assert torch.equal(alone, r[part])
+            assert torch.equal(matmul(alone, x[part], x[part], beta=0.5, tile=tile), p[part])
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_tiles_agree_bit_for_bit(dtype: torch.dtype) -> None:
+    # choose_tile looks at the batch: only so may it.
+    for m, n in [(17, 40), (300, 777), (1024, 1024), (512, 8192), (2048, 2048)]:
+        for tall in (False, True):
+            x = unit(2, m, n, dtype, tall)
+            small, wide = (matmul(x, x.mT, symmetric=True, tile=tile) for tile in (SMALL, WIDE))
+            assert torch.equal(small, wide)
+            r = small
+            z = matmul(r, r, r, alpha=2.0315, beta=-4.775, symmetric=True)
+            small, wide = (matmul(z, r, r, alpha=1.0, beta=3.4445, symmetric=True, tile=tile) for tile in (SMALL, WIDE))
+            assert torch.equal(small, wide)
+            small, wide = (matmul(z, x, x, beta=3.4445, tile=tile) for tile in (SMALL, WIDE))
+            assert torch.equal(small, wide)
+
+
+# ---- whole iterations -----------------------------------------------------------------------------------------------
+
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 0.01, torch.bfloat16: 0.06}
+
+
+def iterate(x: Tensor, form: Callable[..., Tensor]) -> Tensor:
+    wide = x.mT if x.shape[1] > x.shape[2] else x
+    out = form(wide, schedule("quintic", 5), triton_backend.TritonOperations())
+    return out.mT if x.shape[1] > x.shape[2] else out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", [newton_schulz.standard, newton_schulz.gram])
+def test_iterations_match_the_reference(form: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    sides = [(1, 1), (2, 3), (15, 15), (31, 37), (67, 61), (16, 1024), (130, 40)]
+    for rows, cols in [*sides, *(((1000, 1000), (512, 2050)) if GPU else ())]:
+        x = unit(2, rows, cols, dtype, False)
+        before = x.clone()
+        out = iterate(x, form)
+        assert torch.equal(x, before) and out.shape == x.shape and out.dtype == dtype
+        for result, matrix in zip(out, x, strict=True):
+            exact = reference_newton_schulz(matrix)
+            assert (result.double() - exact).norm() <= TOLERANCES[dtype] * exact.norm(), (rows, cols)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", [newton_schulz.standard, newton_schulz.gram])
+def test_an_iteration_does_not_depend_on_the_batch(form: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    for rows, cols in [(17, 40), (40, 17), *(((1024, 1024), (256, 2048), (1000, 500)) if GPU else ())]:
+        # On a GPU enough matrices for choose_tile to change its mind.
+        x = unit(30 if GPU else 3, rows, cols, dtype, False)
+        out = iterate(x, form)
+        for part in (slice(0, 1), slice(1, 3)):
+            assert torch.equal(iterate(x[part], form), out[part])
+
+
+# ---- large batches --------------------------------------------------------------------------------------------------
+
+
+@needs_gpu
+@pytest.mark.parametrize(("tile", "dtype"), CASES)
+def test_offsets_beyond_2_to_the_31_are_reached(tile: Tile, dtype: torch.dtype) -> None:
+    m, n, gap = 40, 72, 1 << 30
+    memory = torch.empty(2 * gap + m * n, dtype=dtype, device=DEVICE)
+
+    def spread(rows: int, cols: int) -> Tensor:
+        """Three matrices at 0, 2^30 and 2^31 elements."""
+        return memory.as_strided((3, rows, cols), (gap, cols, 1))
+
+    x = unit(3, m, n, dtype, False)
+    for tall in (False, True):
+        far = spread(n, m).mT if tall else spread(m, n)
+        far.copy_(x)
+        r = matmul(far, far.mT, symmetric=True, tile=tile)
+        assert torch.equal(r, matmul(x, x.mT, symmetric=True, tile=tile))
+        assert torch.equal(matmul(r, far, far, beta=0.5, tile=tile), matmul(r, x, x, beta=0.5, tile=tile))
+    out = spread(m, m).zero_()
+    multiply = triton_backend.multiply_descriptors if tile.descriptors else triton_backend.multiply_pointers
+    multiply(x, x.mT, None, out, 1.0, 1.0, True, tile)
+    assert torch.equal(out, r)
+
+
+# ---- choice of the tile ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tile", [SMALL, WIDE, POINTERS, POINTERS_FP32, *TILES.values()], ids=str)
+def test_count_is_the_number_of_blocks(tile: Tile) -> None:
+    for m, n in itertools.product((1, 127, 128, 129, 255, 257, 1000, 4096), repeat=2):
+        rows, cols = range(0, m, tile.rows), range(0, n, tile.cols)
+        assert tile.count(m, n, symmetric=False) == len(rows) * len(cols)
+        lower = [(row, col) for row in rows for col in range(0, m, tile.cols) if col <= row]
+        assert tile.count(m, m, symmetric=True) == len(lower)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_descriptors_are_for_half_precision_on_hopper(symmetric: bool) -> None:
+    for batch, m, n in itertools.product((1, 7, 100), (1, 100, 1024, 4096), (1, 1024, 11008)):
+        for dtype in (torch.float16, torch.bfloat16):
+            hopper = choose_tile(batch, m, n, symmetric=symmetric, sms=132, capability=(9, 0), dtype=dtype)
+            assert hopper in (SMALL, WIDE)
+            for capability in ((8, 0), (8, 9), (10, 0), (12, 0), (0, 0)):
+                other = choose_tile(batch, m, n, symmetric=symmetric, sms=132, capability=capability, dtype=dtype)
+                assert other == POINTERS
+        fp32 = choose_tile(batch, m, n, symmetric=symmetric, sms=132, capability=(9, 0), dtype=torch.float32)
+        assert fp32 == POINTERS_FP32
+
+
+@pytest.mark.parametrize(
+    ("batch", "side", "symmetric", "tile"),
+    [
+        (24, 1024, True, SMALL),
+        (12, 2048, True, WIDE),
+        (6, 4096, True, WIDE),
+        (1, 4096, True, SMALL),
+        (24, 1024, False, WIDE),
+        (6, 4096, False, WIDE),
+        (1, 1024, False, SMALL),
+    ],
+)
+def test_the_tile_is_the_one_measured_faster_on_h100(batch: int, side: int, symmetric: bool, tile: Tile) -> None:
+    chosen = choose_tile(batch, side, side, symmetric=symmetric, sms=132, capability=(9, 0), dtype=torch.bfloat16)
+    assert chosen == tile
+
+
+def test_a_descriptor_fits_aligned_storage_only() -> None:
+    x = torch.empty(3, 16, 24, dtype=torch.float16)
+    for view, fits in [
+        (x, True),
+        (x.mT, False),
+        (x[:, :, :17], True),
+        (x[:, :, 1:], False),
+        (x[:, :, ::2], False),
+        (x[:, 1::2], True),
+        (x[:1].expand(3, -1, -1), False),
+        (torch.empty(3, 16, 20, dtype=torch.float16), False),
+    ]:
+        assert triton_backend._describable(view) == fits
+        stored, transposed = triton_backend._stored(view)
+        assert triton_backend._describable(stored) and (stored.mT if transposed else stored).shape == view.shape
+    assert math.gcd(8, triton_backend._GROUP) == 8
