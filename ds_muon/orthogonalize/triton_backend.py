@@ -9,6 +9,8 @@ the same expression (``triton_kernels``). ``choose_tile`` may therefore look at 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -68,6 +70,10 @@ WIDE = Tile(128, 256, 64, warps=8, stages=3, programs_per_sm=1, flatten=True)
 POINTERS = Tile(128, 128, 32, warps=8, stages=4)
 POINTERS_FP32 = Tile(128, 128, 16, warps=8, stages=3)
 
+# Most parts in which a matrix is normalized, and elements that a program handles at a time.
+_PARTS = 256
+_BLOCK = 4096
+
 # Rows of blocks that are worked on together, so that they share operands in L2. A multiple of cols / rows.
 _GROUP = 8
 
@@ -119,6 +125,45 @@ class TritonOperations:
         return matmul(a, b, c, beta=beta)
 
 
+def normalize(matrices: Sequence[Tensor], dtype: torch.dtype, eps: float) -> Tensor:
+    """Each matrix over its largest magnitude, then over its Frobenius norm, as one batch; see ``_normalize``.
+
+    Two passes over the input, read where it lies. The norm is summed in fp64 and rounded once.
+
+    Args:
+        matrices: (rows, cols) fp32 tensors on one device, views of a flat buffer at any offset; not modified.
+        dtype: of the result.
+        eps: guards the division by a zero norm.
+
+    Returns:
+        (batch, rows, cols), with rows that start at multiples of 16 bytes, as descriptors need them.
+    """
+    matrices = [matrix.contiguous() for matrix in matrices]
+    first = matrices[0]
+    batch, (rows, cols) = len(matrices), first.shape
+    out = _empty(batch, rows, cols, dtype, first.device)
+    addresses = torch.tensor([matrix.data_ptr() for matrix in matrices], dtype=torch.int64)
+    if first.is_cuda:
+        # From pinned memory the copy does not wait for the device.
+        addresses = addresses.pin_memory().to(first.device, non_blocking=True)
+    # How a matrix is cut, and so the order of summation, depends on its size alone.
+    numel = first.numel()
+    parts = min(_PARTS, 1 << (math.ceil(numel / _BLOCK) - 1).bit_length())
+    part_size = math.ceil(numel / (parts * _BLOCK)) * _BLOCK
+    largest = torch.empty(batch, parts, dtype=torch.float32, device=first.device)
+    squares = torch.empty(batch, parts, dtype=torch.float64, device=first.device)
+    constants = {"PARTS": parts, "BLOCK": _BLOCK, "num_warps": 8}
+    constants["ALIGNED"] = all(matrix.data_ptr() % 16 == 0 for matrix in matrices)
+    pitch = out.stride(1)
+    eps = max(eps, torch.finfo(torch.float32).tiny)
+    with _current(first.device):
+        triton_kernels.measure[(batch * parts,)](addresses, largest, squares, numel, part_size, **constants)
+        triton_kernels.scale[(batch * parts,)](
+            addresses, largest, squares, out, numel, part_size, rows, cols, pitch, eps, DENSE=pitch == cols, **constants
+        )
+    return out
+
+
 def matmul(
     a: Tensor,
     b: Tensor,
@@ -152,13 +197,10 @@ def _row_major(
 ) -> Tensor:
     batch, m, _ = a.shape
     n = b.shape[2]
-    # Descriptors need rows that start at multiples of 16 bytes.
-    pitch = math.ceil(n / 8) * 8 if tile.descriptors else n
-    out = torch.empty(batch, m, pitch, dtype=a.dtype, device=a.device)[..., :n]
+    out = _empty(batch, m, n, a.dtype, a.device)
     if out.numel() > 0:
         multiply = multiply_descriptors if tile.descriptors else multiply_pointers
-        # Triton launches on the current device.
-        with torch.cuda.device(a.device if a.is_cuda else -1):
+        with _current(a.device):
             multiply(a, b, c, out, alpha, beta, symmetric, tile)
     return out
 
@@ -226,7 +268,18 @@ def _describable(x: Tensor) -> bool:
 def _aligned_copy(x: Tensor) -> Tensor:
     """Far cheaper than a product through pointers that cannot load more than one element at a time."""
     batch, rows, cols = x.shape
-    return x.new_empty(batch, rows, math.ceil(cols / 8) * 8)[..., :cols].copy_(x)
+    return _empty(batch, rows, cols, x.dtype, x.device).copy_(x)
+
+
+def _empty(batch: int, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(batch, rows, cols) storage that a descriptor fits: rows start at multiples of 16 bytes."""
+    pitch = math.ceil(cols * dtype.itemsize / 16) * 16 // dtype.itemsize
+    return torch.empty(batch, rows, pitch, dtype=dtype, device=device)[..., :cols]
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @dataclass(frozen=True)

@@ -211,3 +211,60 @@ def matmul_pointers(
             tl.store(mirrored + offsets, tl.trans(x), mask=in_cols[:, None] & in_rows[None, :])
     out += first_row * out_row + first_col
     tl.store(out + rows[:, None] * out_row + cols[None, :], x, mask=inside)
+
+
+@triton.jit
+def _matrix_and_part(pointers, index, PARTS: tl.constexpr, ALIGNED: tl.constexpr):
+    """Number, first element and part of the matrix that program ``index`` works on."""
+    matrix = index // PARTS
+    x = tl.load(pointers + matrix).to(tl.pointer_type(tl.float32))
+    return matrix, tl.multiple_of(x, 16) if ALIGNED else x, index % PARTS
+
+
+@triton.jit
+def measure(
+    pointers, largest, squares, numel, part_size,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Largest magnitude and, in fp64, sum of squares of each of the PARTS parts of every matrix.
+
+    ``pointers``: addresses of fp32 matrices of ``numel`` elements each. ``largest`` and ``squares`` are (batch, PARTS).
+    """
+    matrix, x, part = _matrix_and_part(pointers, tl.program_id(0), PARTS, ALIGNED)
+    start = part.to(tl.int64) * part_size
+    magnitude = tl.zeros((BLOCK,), dtype=tl.float32)
+    square = tl.zeros((BLOCK,), dtype=tl.float64)
+    for step in range(0, part_size, BLOCK):
+        offsets = start + step + tl.arange(0, BLOCK)
+        value = tl.load(x + offsets, mask=offsets < numel, other=0.0)
+        magnitude = tl.maximum(magnitude, tl.abs(value))
+        # Squares of fp32 are far inside the range of fp64.
+        square += value.to(tl.float64) * value.to(tl.float64)
+    tl.store(largest + matrix * PARTS + part, tl.max(magnitude))
+    tl.store(squares + matrix * PARTS + part, tl.sum(square))
+
+
+@triton.jit
+def scale(
+    pointers, largest, squares, out, numel, part_size, rows, cols, pitch, eps,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, DENSE: tl.constexpr,
+):  # fmt: skip
+    """Write every matrix, over its largest magnitude and then over its norm, to ``out``: (batch, rows, pitch).
+
+    ``largest`` and ``squares``: by ``measure``. DENSE: ``pitch`` is ``cols``.
+    """
+    matrix, x, part = _matrix_and_part(pointers, tl.program_id(0), PARTS, ALIGNED)
+    parts = matrix * PARTS + tl.arange(0, PARTS)
+    tiny = 1.1754943508222875e-38
+    magnitude = tl.maximum(tl.max(tl.load(largest + parts)), tiny)
+    norm = (tl.sqrt(tl.sum(tl.load(squares + parts))) / magnitude.to(tl.float64)).to(tl.float32)
+    # A NaN must not be taken for zero: the sum holds it, where a maximum may drop it.
+    norm = tl.maximum(norm, eps, propagate_nan=tl.PropagateNan.ALL)
+    out += matrix.to(tl.int64) * rows * pitch
+    start = part.to(tl.int64) * part_size
+    for step in range(0, part_size, BLOCK):
+        offsets = start + step + tl.arange(0, BLOCK)
+        inside = offsets < numel
+        value = tl.div_rn(tl.div_rn(tl.load(x + offsets, mask=inside, other=0.0), magnitude), norm)
+        target = offsets if DENSE else offsets // cols * pitch + offsets % cols
+        tl.store(out + target, value.to(out.dtype.element_ty), mask=inside)

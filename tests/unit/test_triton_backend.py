@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_muon.orthogonalize import newton_schulz, reference_newton_schulz, schedule
+import ds_muon.orthogonalize as package
+from ds_muon.orthogonalize import NewtonSchulz, newton_schulz, reference_newton_schulz, schedule
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton", allow_module_level=True)
@@ -30,6 +31,8 @@ with pytest.MonkeyPatch.context() as environment:
     from ds_muon.orthogonalize import triton_backend
     from ds_muon.orthogonalize.triton_backend import POINTERS, POINTERS_FP32, SMALL, WIDE, Tile, choose_tile, matmul
 
+# The interpreter's __index__ of sizes.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 DEVICE = torch.device("cuda" if GPU else "cpu")
 HOPPER = GPU and torch.cuda.get_device_capability()[0] == 9
 # The interpreter's bf16 products are wrong (Triton 3.6): there bf16 needs a GPU.
@@ -49,6 +52,8 @@ CASES = [
     for (name, tile), dtype in itertools.product(TILES.items(), DTYPES)
     if not GPU or (dtype == torch.float32) == (name == "pointers_fp32")
 ]
+# What does not hang on the dtype is tried in one of them: the interpreter is slow.
+ONE_DTYPE = CASES if GPU else [case for case in CASES if case.values[1] == torch.float16]
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
 needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 
@@ -152,7 +157,7 @@ def test_symmetric_results_equal_their_transpose(m: int, tile: Tile, dtype: torc
         assert_rounded(t, r, z, r, alpha=1.5, beta=-0.3, symmetric=True)
 
 
-@pytest.mark.parametrize(("tile", "dtype"), CASES)
+@pytest.mark.parametrize(("tile", "dtype"), ONE_DTYPE)
 def test_blocks_are_visited_once_each_in_every_group(tile: Tile, dtype: torch.dtype) -> None:
     # More rows of blocks than are worked on together, the last group ragged, in a batch.
     x = unit(2, 11 * tile.rows - 3, 16, dtype, False)
@@ -163,7 +168,7 @@ def test_blocks_are_visited_once_each_in_every_group(tile: Tile, dtype: torch.dt
     assert_rounded(matmul(x, y, tile=tile), x, y)
 
 
-@pytest.mark.parametrize(("tile", "dtype"), CASES)
+@pytest.mark.parametrize(("tile", "dtype"), ONE_DTYPE)
 def test_nothing_outside_a_matrix_reaches_the_result(tile: Tile, dtype: torch.dtype) -> None:
     for rows, cols, pitch in [(17, 23, 40), (17, 23, 37), (40, 24, 24)]:
         buffer = torch.full((3, rows + 5, pitch), float("nan"), dtype=dtype, device=DEVICE)
@@ -175,7 +180,7 @@ def test_nothing_outside_a_matrix_reaches_the_result(tile: Tile, dtype: torch.dt
             assert_rounded(matmul(r, operand, operand, beta=0.5, tile=tile), r, operand, operand, beta=0.5)
 
 
-@pytest.mark.parametrize(("tile", "dtype"), CASES)
+@pytest.mark.parametrize(("tile", "dtype"), ONE_DTYPE)
 def test_any_strides_are_read(tile: Tile, dtype: torch.dtype) -> None:
     x = unit(3, 34, 50, dtype, False)
     for view in (x[::2, ::2, ::2], x[:1].expand(3, -1, -1), x[1:, 1:, 1:], x[:, :, 3:].mT, x.permute(1, 0, 2)):
@@ -185,7 +190,7 @@ def test_any_strides_are_read(tile: Tile, dtype: torch.dtype) -> None:
         assert_rounded(matmul(r, view, view, beta=2.0, tile=tile), r, view, view, beta=2.0)
 
 
-@pytest.mark.parametrize(("tile", "dtype"), CASES)
+@pytest.mark.parametrize(("tile", "dtype"), ONE_DTYPE)
 def test_no_operand_is_modified_and_no_batch_gives_no_result(tile: Tile, dtype: torch.dtype) -> None:
     x = unit(2, 17, 40, dtype, False)
     r = matmul(x, x.mT, symmetric=True, tile=tile)
@@ -197,7 +202,7 @@ def test_no_operand_is_modified_and_no_batch_gives_no_result(tile: Tile, dtype: 
     assert matmul(r[:0], x[:0], x[:0], tile=tile).shape == (0, 17, 40)
 
 
-@pytest.mark.parametrize(("tile", "dtype"), CASES)
+@pytest.mark.parametrize(("tile", "dtype"), ONE_DTYPE)
 def test_zero_gives_zero_and_nan_stays_in_its_matrix(tile: Tile, dtype: torch.dtype) -> None:
     x = unit(3, 33, 45, dtype, False)
     x[0] = 0
@@ -240,6 +245,42 @@ def test_tiles_agree_bit_for_bit(dtype: torch.dtype) -> None:
             assert torch.equal(small, wide)
             small, wide = (matmul(z, x, x, beta=3.4445, tile=tile) for tile in (SMALL, WIDE))
             assert torch.equal(small, wide)
+
+
+# ---- normalization --------------------------------------------------------------------------------------------------
+
+
+def views(rows: int, cols: int, magnitude: float = 1.0) -> list[Tensor]:
+    """Matrices in one buffer, at offsets of every alignment."""
+    flat = gaussian(4 * rows * cols + 30) * magnitude
+    return [flat[start : start + rows * cols].view(rows, cols) for start in (0, rows * cols + 1, 2 * rows * cols + 18)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (17, 40), (16, 64), (129, 70), *(((1000, 3001), (4096, 4096)) if GPU else ())]
+)
+def test_normalize_is_the_plain_normalization(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    settings = NewtonSchulz(schedule("quintic", 5), "gram", dtype, 1e-15)
+    for magnitude in (1.0, 1e-30, 1e25, 1e-40, 0.0):
+        matrices = views(*shape, magnitude)
+        before = [matrix.clone() for matrix in matrices]
+        out = triton_backend.normalize(matrices, dtype, settings.eps)
+        plain = package._normalize(torch.stack(matrices), settings)
+        assert out.shape == plain.shape and out.dtype == dtype and triton_backend._describable(out)
+        # One division by a norm that may be rounded otherwise.
+        assert bool(((out - plain).abs() <= torch.finfo(dtype).eps * plain.abs()).all())
+        assert all(torch.equal(matrix, other) for matrix, other in zip(matrices, before, strict=True))
+        for index, matrix in enumerate(matrices):
+            assert torch.equal(triton_backend.normalize([matrix.clone()], dtype, settings.eps)[0], out[index])
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_normalize_shows_what_is_not_finite_in_its_matrix_only(poison: float) -> None:
+    matrices = views(17, 40)
+    matrices[1][3, 4] = poison
+    out = triton_backend.normalize(matrices, torch.float16, 1e-15)
+    assert bool(out[1].isnan().all()) and bool(out[::2].isfinite().all())
 
 
 # ---- whole iterations -----------------------------------------------------------------------------------------------
