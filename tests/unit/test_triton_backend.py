@@ -11,6 +11,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -31,8 +32,6 @@ with pytest.MonkeyPatch.context() as environment:
     from ds_muon.orthogonalize import triton_backend
     from ds_muon.orthogonalize.triton_backend import POINTERS, POINTERS_FP32, SMALL, WIDE, Tile, choose_tile, matmul
 
-# The interpreter's __index__ of sizes.
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 DEVICE = torch.device("cuda" if GPU else "cpu")
 HOPPER = GPU and torch.cuda.get_device_capability()[0] == 9
 # The interpreter's bf16 products are wrong (Triton 3.6): there bf16 needs a GPU.
@@ -61,13 +60,22 @@ needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter wants its variable at the first launch too, and a tensor where a GPU takes an address."""
-    if not GPU:
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    if GPU:
+        return
+    from triton.runtime import interpreter
 
-        def describe(x: Tensor, rows: int, cols: int) -> object:
-            return triton_backend.TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, cols])
+    def describe(x: Tensor, rows: int, cols: int) -> object:
+        return triton_backend.TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, cols])
 
-        monkeypatch.setattr(triton_backend, "describe", describe)
+    def patch_tensor(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        # Triton 3.6 makes an integer of an array of one element, which numpy 2.4 no longer does.
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    patch = interpreter._patch_lang_tensor
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(triton_backend, "describe", describe)
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor)
 
 
 def gaussian(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -217,7 +225,7 @@ def test_zero_gives_zero_and_nan_stays_in_its_matrix(tile: Tile, dtype: torch.dt
 # ---- the result does not depend on the batch ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("tile", "dtype"), CASES)
+@pytest.mark.parametrize(("tile", "dtype"), ONE_DTYPE)
 @pytest.mark.parametrize("tall", [False, True], ids=["wide", "tall"])
 def test_a_result_does_not_depend_on_its_batch(tall: bool, tile: Tile, dtype: torch.dtype) -> None:
     for m, n in [(17, 40), (16, 133), (48, 48), *(((300, 777), (1024, 1024), (128, 16384)) if GPU else ())]:
