@@ -8,7 +8,6 @@ the same expression (``triton_kernels``). ``choose_tile`` may therefore look at 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -57,8 +56,8 @@ class Tile:
     def count(self, m: int, n: int, symmetric: bool) -> int:
         """Blocks of one (m, n) result; of a symmetric one, those with something on or below the diagonal."""
         if not symmetric:
-            return math.ceil(m / self.rows) * math.ceil(n / self.cols)
-        bands, rest = divmod(math.ceil(m / self.rows), self.cols // self.rows)
+            return _ceil_div(m, self.rows) * _ceil_div(n, self.cols)
+        bands, rest = divmod(_ceil_div(m, self.rows), self.cols // self.rows)
         return self.cols // self.rows * bands * (bands + 1) // 2 + rest * (bands + 1)
 
 
@@ -101,7 +100,7 @@ def choose_tile(
     # Two small blocks share a multiprocessor at half the speed each. A wide block is faster than the two small ones
     # that it replaces, the more so where the operands of small ones overrun L2's bandwidth.
     wide_block = 1.8 if symmetric and max(m, n) <= 1024 else 1.65
-    return SMALL if math.ceil(small_blocks / sms) <= wide_block * math.ceil(wide_blocks / sms) else WIDE
+    return SMALL if _ceil_div(small_blocks, sms) <= wide_block * _ceil_div(wide_blocks, sms) else WIDE
 
 
 class TritonOperations:
@@ -148,8 +147,8 @@ def normalize(matrices: Sequence[Tensor], dtype: torch.dtype, eps: float) -> Ten
         addresses = addresses.pin_memory().to(first.device, non_blocking=True)
     # How a matrix is cut, and so the order of summation, depends on its size alone.
     numel = first.numel()
-    parts = min(_PARTS, 1 << (math.ceil(numel / _BLOCK) - 1).bit_length())
-    part_size = math.ceil(numel / (parts * _BLOCK)) * _BLOCK
+    parts = min(_PARTS, 1 << (_ceil_div(numel, _BLOCK) - 1).bit_length())
+    part_size = _ceil_div(numel, parts * _BLOCK) * _BLOCK
     largest = torch.empty(batch, parts, dtype=torch.float32, device=first.device)
     squares = torch.empty(batch, parts, dtype=torch.float64, device=first.device)
     constants = {"PARTS": parts, "BLOCK": _BLOCK, "num_warps": 8}
@@ -273,7 +272,7 @@ def _aligned_copy(x: Tensor) -> Tensor:
 
 def _empty(batch: int, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """(batch, rows, cols) storage that a descriptor fits: rows start at multiples of 16 bytes."""
-    pitch = math.ceil(cols * dtype.itemsize / 16) * 16 // dtype.itemsize
+    pitch = _ceil_div(cols * dtype.itemsize, 16) * 16 // dtype.itemsize
     return torch.empty(batch, rows, pitch, dtype=dtype, device=device)[..., :cols]
 
 
@@ -308,8 +307,14 @@ def _describe(
 
 @lru_cache
 def _properties(device: torch.device) -> tuple[int, tuple[int, int]]:
-    """Multiprocessors and compute capability; of the CPU, where Triton's interpreter runs, one and (0, 0)."""
+    """Multiprocessors and NVIDIA's compute capability; of the CPU, where Triton's interpreter runs, one and (0, 0)."""
     if device.type != "cuda":
         return 1, (0, 0)
     properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, (properties.major, properties.minor)
+    # AMD counts to 9 as well.
+    capability = (0, 0) if torch.version.hip else (properties.major, properties.minor)
+    return properties.multi_processor_count, capability
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
