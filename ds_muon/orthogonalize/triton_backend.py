@@ -34,8 +34,8 @@ class Tile:
         warps, stages: warps of a program, and buffers of its pipeline.
         programs_per_sm: programs that registers and shared memory admit on one multiprocessor: the persistent grid of
             a descriptor tile. 0 for a pointer tile, which starts one program per block.
-        pieces: column slices in which a square of the result is stored. A slice has its own buffer in shared memory:
-            four of them let two programs of the 128 x 128 tile live on one multiprocessor.
+        pieces: 1 or 4 column slices in which a square of the result is stored. The buffer for stores holds one: with
+            four, two programs of the 128 x 128 tile live on one multiprocessor.
         flatten: make one loop of blocks and K. Only plain products: Triton 3.6 cannot flatten around a branch, and a
             symmetric product needs one at the diagonal.
     """

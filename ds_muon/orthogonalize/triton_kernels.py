@@ -85,20 +85,29 @@ def _load(desc, matrix, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, TRANSP
 
 
 @triton.jit
-def _store(desc, x, matrix, row, col, PIECES: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Store ``x``, or its transpose, at (row, col) of the storage, in PIECES slices of the columns of ``x``."""
-    if PIECES > 1:
-        left, right = _halves(x)
-        half: tl.constexpr = x.shape[1] // 2
-        _store(desc, left, matrix, row, col, PIECES // 2, TRANSPOSED)
-        if TRANSPOSED:
-            _store(desc, right, matrix, row + half, col, PIECES // 2, TRANSPOSED)
-        else:
-            _store(desc, right, matrix, row, col + half, PIECES // 2, TRANSPOSED)
-    elif TRANSPOSED:
-        desc.store([matrix, row, col], tl.reshape(tl.trans(x), (1, x.shape[1], x.shape[0])))
+def _store_slice(desc, x, matrix, row, col, FIRST: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Columns FIRST and on of a square that starts at (row, col) of the storage, or of its transpose."""
+    if TRANSPOSED:
+        desc.store([matrix, row + FIRST, col], tl.reshape(tl.trans(x), (1, x.shape[1], x.shape[0])))
     else:
-        desc.store([matrix, row, col], tl.reshape(x, (1, x.shape[0], x.shape[1])))
+        desc.store([matrix, row, col + FIRST], tl.reshape(x, (1, x.shape[0], x.shape[1])))
+
+
+@triton.jit
+def _store(desc, x, matrix, row, col, PIECES: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Store the square ``x``, or its transpose, at (row, col) of the storage, in 1 or 4 slices of its columns."""
+    if PIECES == 1:
+        _store_slice(desc, x, matrix, row, col, 0, TRANSPOSED)
+    else:
+        tl.static_assert(PIECES == 4)
+        width: tl.constexpr = x.shape[1] // 4
+        left, right = _halves(x)
+        one, two = _halves(left)
+        three, four = _halves(right)
+        _store_slice(desc, one, matrix, row, col, 0, TRANSPOSED)
+        _store_slice(desc, two, matrix, row, col, width, TRANSPOSED)
+        _store_slice(desc, three, matrix, row, col, 2 * width, TRANSPOSED)
+        _store_slice(desc, four, matrix, row, col, 3 * width, TRANSPOSED)
 
 
 @triton.jit
