@@ -12,16 +12,14 @@ import sys
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from ds_muon.orthogonalize.coefficients import COEFFICIENTS
+from ds_muon.orthogonalize import COEFFICIENTS, NewtonSchulz
 
 # A learning rate above this is meant for orthogonalized updates, not for AdamW.
 ADAM_LR_WARNING = 5e-3
-
-# The values of a key that this version can run; any other valid value is refused. To lift a refusal, remove its line.
-AVAILABLE: dict[str, tuple[Any, ...]] = {"ns_backend": ("auto", "torch")}
 
 # "auto" is a choice of the user's here; anywhere else it is a blank that a trainer was to fill in.
 AUTO_IS_A_CHOICE = ("ns_dtype", "ns_backend")
@@ -141,6 +139,22 @@ class DSMuonConfig(BaseModel):
     def resolved_adam_weight_decay(self) -> float:
         return self.weight_decay if self.adam_weight_decay is None else self.adam_weight_decay
 
+    def newton_schulz(self, device: torch.device) -> NewtonSchulz:
+        """The settings of the iteration, resolved for a device.
+
+        Raises:
+            ValueError: the backend cannot run on it.
+        """
+        return NewtonSchulz.resolve(
+            device,
+            ns_steps=self.ns_steps,
+            ns_method=self.ns_method,
+            ns_coefficients=self.ns_coefficients,
+            ns_dtype=self.ns_dtype,
+            ns_eps=self.ns_eps,
+            ns_backend=self.ns_backend,
+        )
+
     def warnings(self) -> list[str]:
         """What is valid but likely not meant, for whoever has AdamW parameters to log."""
         if self.adam_lr is not None or self.lr <= ADAM_LR_WARNING:
@@ -191,14 +205,6 @@ class DSMuonConfig(BaseModel):
             )
         return value
 
-    @field_validator(*AVAILABLE)
-    @classmethod
-    def _available(cls, value: Any, info: ValidationInfo) -> Any:
-        key = str(info.field_name)
-        if value not in AVAILABLE[key]:
-            raise _problem(f"is not available in this version; {_remedy(key)}")
-        return value
-
     @field_validator("beta2")
     @classmethod
     def _beta2_means_something(cls, value: float, info: ValidationInfo) -> float:
@@ -226,9 +232,7 @@ def _problem(text: str) -> PydanticCustomError:
 
 
 def _remedy(key: str) -> str:
-    if key not in AVAILABLE:
-        return f"set {DSMuonConfig.model_fields[key].description}"
-    return f"set {' or '.join(map(_show, AVAILABLE[key]))}"
+    return f"set {DSMuonConfig.model_fields[key].description}"
 
 
 def _line(where: str, details: ErrorDetails) -> str:

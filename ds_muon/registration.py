@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
+import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from deepspeed.utils import log_dist, logger
@@ -224,6 +226,7 @@ def _prepare(engine: Any, model: nn.Module) -> _Prepared:
         if refusals:
             raise DSMuonRefusal("\n".join(["DSMuon refuses this setup:", *refusals]))
         config = DSMuonConfig.parse(engine.optimizer_params() or {})
+        config.newton_schulz(torch.device(get_accelerator().current_device_name()))  # refuses a backend that cannot run
         routing = route(model, muon_params=config.muon_params, adamw_params=config.adamw_params)
         prepared = _Prepared(config, routing)
     except Exception as caught:  # whatever it is, no rank may be left waiting

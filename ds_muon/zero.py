@@ -23,7 +23,6 @@ from torch import Tensor
 from ds_muon.capture import NanCapture
 from ds_muon.guard import Findings, StepGuard, gather, raise_together
 from ds_muon.optimizer import DSMuon
-from ds_muon.orthogonalize import NewtonSchulz
 from ds_muon.partition import Plan, flat_layout, make_plan
 from ds_muon.refusals import SUPPORTED_DEEPSPEED
 from ds_muon.stage import MuonGroup
@@ -44,15 +43,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
     def __init__(self, init_optimizer: DSMuon, param_names: dict[Tensor, str], *args: Any, **kwargs: Any) -> None:
         super().__init__(init_optimizer, param_names, *args, **kwargs)
         config = init_optimizer.config
-        self.newton_schulz = NewtonSchulz.resolve(
-            torch.device(self.device),
-            ns_steps=config.ns_steps,
-            ns_method=config.ns_method,
-            ns_coefficients=config.ns_coefficients,
-            ns_dtype=config.ns_dtype,
-            ns_eps=config.ns_eps,
-            ns_backend=config.ns_backend,
-        )
+        self.newton_schulz = config.newton_schulz(torch.device(self.device))
         self.steps = 0
         self.guard = StepGuard(config.nan_guard, config.grad_norm_skip_threshold, self.dp_process_group)
         self._rank = dist.get_rank(self.dp_process_group)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ds_muon.orthogonalize import newton_schulz
+from ds_muon.orthogonalize.backends import BACKENDS, choose_backend
 from ds_muon.orthogonalize.coefficients import COEFFICIENTS, CoefficientTable, Triple, schedule
+from ds_muon.orthogonalize.graphs import GraphCache
 from ds_muon.orthogonalize.reference import reference_newton_schulz
-from ds_muon.orthogonalize.torch_backend import TorchOperations, exact_products
+from ds_muon.orthogonalize.torch_backend import exact_products
 
 __all__ = [
     "BACKENDS",
@@ -27,8 +30,7 @@ __all__ = [
     "schedule",
 ]
 
-# What makes the four products, by the name that ``ns_backend`` gives it.
-BACKENDS: dict[str, Callable[[], newton_schulz.Operations]] = {"torch": TorchOperations}
+_GRAPHS = GraphCache()
 
 # Upper bound of the temporaries of one batch, in bytes. A larger batch is worked off in chunks.
 WORKSPACE_BYTES = 1 << 30
@@ -67,7 +69,8 @@ class NewtonSchulz:
         """Settle ``"auto"``: fp16 on accelerators, where it costs what bf16 costs with 8 times less error, else fp32.
 
         Raises:
-            ValueError: an unknown method, dtype, backend or coefficient table, naming the key and its value.
+            ValueError: an unknown method, dtype, backend or coefficient table, or a backend that cannot run on
+                ``device``, naming the key and its value.
         """
         if ns_method not in ("gram", "standard"):
             raise ValueError(f'ns_method = {ns_method!r}: choose "gram" or "standard"')
@@ -75,9 +78,7 @@ class NewtonSchulz:
         dtypes["auto"] = torch.float32 if device.type == "cpu" else torch.float16
         if ns_dtype not in dtypes:
             raise ValueError(f"ns_dtype = {ns_dtype!r}: choose one of {sorted(dtypes)}")
-        backend = "torch" if ns_backend == "auto" else ns_backend
-        if backend not in BACKENDS:
-            raise ValueError(f"ns_backend = {ns_backend!r}: choose one of {sorted(['auto', *BACKENDS])}")
+        backend = choose_backend(ns_backend, device)
         return cls(schedule(ns_coefficients, ns_steps), ns_method, dtypes[ns_dtype], ns_eps, backend)
 
     def cost(self, rows: int, cols: int) -> int:
@@ -111,18 +112,15 @@ def orthogonalize(matrices: Sequence[Tensor], settings: NewtonSchulz) -> list[Te
 
 
 def batches(matrices: Sequence[Tensor], settings: NewtonSchulz) -> Iterator[Sequence[int]]:
-    """Which matrices to orthogonalize together: indices of equal shapes, as many as the workspace allows.
-
-    On CPU and in fp32 a matrix is alone: vendors choose another order of summation for another batch, in fp32 nearly
-    always.
-    """
+    """Which matrices to orthogonalize together: indices of equal shapes, as many as the workspace allows."""
+    backend = BACKENDS[settings.backend]()
     by_shape: dict[torch.Size, list[int]] = {}
     for index, matrix in enumerate(matrices):
         by_shape.setdefault(matrix.shape, []).append(index)
     for (rows, cols), indices in by_shape.items():
         # A copy in fp32, one in fp64 for the norm; X before and after, and four of the size of the Gram matrix.
         bytes_each = 12 * rows * cols + settings.dtype.itemsize * (2 * rows * cols + 4 * min(rows, cols) ** 2)
-        alone = matrices[indices[0]].device.type == "cpu" or settings.dtype == torch.float32
+        alone = backend.alone(matrices[indices[0]].device, settings.dtype)
         size = 1 if alone else max(1, WORKSPACE_BYTES // bytes_each)
         for start in range(0, len(indices), size):
             yield indices[start : start + size]
@@ -139,24 +137,15 @@ def orthogonalize_batch(matrices: Sequence[Tensor], settings: NewtonSchulz) -> T
         (batch, rows, cols) of dtype ``settings.dtype``; for tall matrices a transposed view.
     """
     rows, cols = matrices[0].shape
-    iterate = newton_schulz.gram if settings.form(rows, cols) == "gram" else newton_schulz.standard
+    backend = BACKENDS[settings.backend]()
+    form = settings.form(rows, cols)
+    iterate = newton_schulz.gram if form == "gram" else newton_schulz.standard
+    iterate = partial(iterate, triples=settings.triples, ops=backend)
     exact = exact_products() if settings.dtype == torch.float32 else nullcontext()
     # The iteration has its own dtype: a caller's autocast must not choose another.
     with torch.no_grad(), torch.autocast(matrices[0].device.type, enabled=False), exact:
-        x = _normalize(torch.stack(list(matrices)), settings)
-        wide = iterate(x.mT if rows > cols else x, settings.triples, BACKENDS[settings.backend]())
+        x = backend.normalize(matrices, settings.dtype, settings.eps)
+        x = x.mT if rows > cols else x
+        flops = len(matrices) * settings.cost(rows, cols)
+        wide = _GRAPHS.run((form, settings), x, flops, iterate) if backend.replays else iterate(x)
     return wide.mT if rows > cols else wide
-
-
-def _normalize(batch: Tensor, settings: NewtonSchulz) -> Tensor:
-    """Divide each fp32 matrix by its largest magnitude, then by its Frobenius norm; cast to the iteration's dtype.
-
-    The first division keeps the squares of the second in range, so that U and c U give the same result for any scale
-    fp32 can hold. ``batch`` is overwritten.
-    """
-    magnitude = torch.linalg.vector_norm(batch, ord=float("inf"), dim=(-2, -1), keepdim=True)
-    batch.div_(magnitude.clamp_min(torch.finfo(torch.float32).tiny))
-    # Summed in fp64 and rounded once, the norm is the same for any order of summation: a batch may choose its own.
-    norm = torch.linalg.vector_norm(batch, dim=(-2, -1), keepdim=True, dtype=torch.float64).to(torch.float32)
-    # After the first division the norm of anything but zero is at least 1, far above eps.
-    return batch.div_(norm.clamp_min(max(settings.eps, torch.finfo(torch.float32).tiny))).to(settings.dtype)

@@ -27,7 +27,26 @@ _ALLOWED_GROWTH = {torch.float32: 5e-7, torch.float16: 0.07, torch.bfloat16: 0.0
 
 
 class Operations(Protocol):
-    """The four products of a backend. The symmetric ones may compute one triangle only and mirror it."""
+    """A backend: four products, and what comes before them. No operand is modified.
+
+    The symmetric products may compute one triangle only and mirror it. Results may have any strides.
+    """
+
+    replays: bool
+    """Whether its launches are worth replaying from a CUDA graph."""
+
+    def alone(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether a matrix must be a batch of its own, for its result might depend on what shares its batch."""
+
+    def normalize(self, matrices: Sequence[Tensor], dtype: torch.dtype, eps: float) -> Tensor:
+        """Each (rows, cols) fp32 matrix over its largest magnitude, then over its Frobenius norm, as one batch.
+
+        The first division keeps the squares of the second in range, so that U and c U give the same result for any
+        scale fp32 can hold. ``eps`` guards the division by a zero norm, and nothing else.
+
+        Returns:
+            (batch, rows, cols) of ``dtype``, in storage that shares nothing with ``matrices``.
+        """
 
     def symmetric(self, a: Tensor, b: Tensor) -> Tensor:
         """``a @ b``, known to be symmetric."""
@@ -99,7 +118,8 @@ def _tail(r: Tensor, b: float, c: float, ops: Operations) -> Tensor:
 
 
 def _plus_identity(z: Tensor, a: float) -> Tensor:
-    q = z.clone()
+    # With the strides of z, which may leave room between rows: what reads z well reads q well.
+    q = torch.empty_strided(z.shape, z.stride(), dtype=z.dtype, device=z.device).copy_(z)
     q.diagonal(dim1=-2, dim2=-1).add_(a)
     return q
 

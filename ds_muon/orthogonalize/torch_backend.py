@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,6 +11,21 @@ from torch import Tensor
 
 class TorchOperations:
     """See ``newton_schulz.Operations``. Vendor libraries compute both triangles of a symmetric product."""
+
+    replays = False
+
+    def alone(self, device: torch.device, dtype: torch.dtype) -> bool:
+        # Vendors choose another order of summation for another batch, in fp32 nearly always.
+        return device.type == "cpu" or dtype == torch.float32
+
+    def normalize(self, matrices: Sequence[Tensor], dtype: torch.dtype, eps: float) -> Tensor:
+        batch, tiny = torch.stack(list(matrices)), torch.finfo(torch.float32).tiny
+        magnitude = torch.linalg.vector_norm(batch, ord=float("inf"), dim=(-2, -1), keepdim=True)
+        batch.div_(magnitude.clamp_min(tiny))
+        # Summed in fp64 and rounded once, the norm is the same for any order of summation: a batch may choose its own.
+        norm = torch.linalg.vector_norm(batch, dim=(-2, -1), keepdim=True, dtype=torch.float64).to(torch.float32)
+        # After the first division the norm of anything but zero is at least 1, far above eps.
+        return batch.div_(norm.clamp_min(max(eps, tiny))).to(dtype)
 
     def symmetric(self, a: Tensor, b: Tensor) -> Tensor:
         return torch.bmm(a, b)

@@ -81,13 +81,14 @@ def choose_tile(
     batch: int,
     m: int,
     n: int,
+    k: int,
     *,
     symmetric: bool,
     sms: int,
     capability: tuple[int, int],
     dtype: torch.dtype,
 ) -> Tile:
-    """The tile for ``batch`` products of size (m, n) on a GPU with ``sms`` multiprocessors.
+    """The tile for ``batch`` products of size (m, k) by (k, n) on a GPU with ``sms`` multiprocessors.
 
     Compares the time of the busiest multiprocessor, in units of one 128 x 128 block with a multiprocessor of its own.
     """
@@ -98,18 +99,27 @@ def choose_tile(
     small_blocks = batch * SMALL.count(m, n, symmetric)
     wide_blocks = batch * WIDE.count(m, n, symmetric)
     # Two small blocks share a multiprocessor at half the speed each. A wide block is faster than the two small ones
-    # that it replaces, the more so where the operands of small ones overrun L2's bandwidth.
-    wide_block = 1.8 if symmetric and max(m, n) <= 1024 else 1.65
+    # that it replaces where the operands of small ones overrun L2's bandwidth.
+    wide_block = 2.0 if max(m, n, k) <= (2048 if symmetric else 1024) else 1.65
     return SMALL if _ceil_div(small_blocks, sms) <= wide_block * _ceil_div(wide_blocks, sms) else WIDE
 
 
 class TritonOperations:
-    """See ``newton_schulz.Operations``.
+    """See ``newton_schulz.Operations``. Needs a GPU, but for Triton's interpreter.
 
     Tensors are (batch, m, n) in bf16, fp16 or fp32, with any strides: a transposed operand is read where it lies. No
     operand is modified. A result whose C, or else B, is a transposed tensor is transposed as well, so that a tall
     matrix stays in its own storage throughout. Symmetric results equal their transpose exactly, if C does.
     """
+
+    # A launch takes the host up to 0.1 ms.
+    replays = True
+
+    def alone(self, device: torch.device, dtype: torch.dtype) -> bool:
+        return False
+
+    def normalize(self, matrices: Sequence[Tensor], dtype: torch.dtype, eps: float) -> Tensor:
+        return normalize(matrices, dtype, eps)
 
     def symmetric(self, a: Tensor, b: Tensor) -> Tensor:
         return matmul(a, b, symmetric=True)
@@ -125,7 +135,7 @@ class TritonOperations:
 
 
 def normalize(matrices: Sequence[Tensor], dtype: torch.dtype, eps: float) -> Tensor:
-    """Each matrix over its largest magnitude, then over its Frobenius norm, as one batch; see ``_normalize``.
+    """See ``newton_schulz.Operations.normalize``.
 
     Two passes over the input, read where it lies. The norm is summed in fp64 and rounded once.
 
@@ -181,9 +191,9 @@ def matmul(
         tile: by ``choose_tile`` unless given.
     """
     if tile is None:
-        batch, m, _ = a.shape
+        batch, m, k = a.shape
         sms, capability = _properties(a.device)
-        tile = choose_tile(batch, m, b.shape[2], symmetric=symmetric, sms=sms, capability=capability, dtype=a.dtype)
+        tile = choose_tile(batch, m, b.shape[2], k, symmetric=symmetric, sms=sms, capability=capability, dtype=a.dtype)
     kept = b if c is None else c
     if not symmetric and kept.stride(2) != 1 and kept.stride(1) == 1:
         # The transpose of the result has contiguous rows.

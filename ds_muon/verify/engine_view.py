@@ -49,6 +49,7 @@ class MuonRule:
     ns_dtype: torch.dtype
     ns_eps: float
     momentum_dtype: torch.dtype
+    ns_backend: str = "torch"
     beta2: float | None = None
 
 
@@ -258,6 +259,7 @@ def _dsmuon_rule(zero: Any) -> MuonRule:
         ns_dtype=resolved.dtype,
         ns_eps=resolved.eps,
         momentum_dtype=getattr(torch, config.momentum_dtype),
+        ns_backend=resolved.backend,
         beta2=config.beta2 if config.variant == "normuon" else None,
     )
 

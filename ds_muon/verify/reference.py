@@ -205,6 +205,7 @@ class SameDtypeMuon:
             "ns_coefficients": rule.ns_coefficients,
             "ns_dtype": str(rule.ns_dtype).removeprefix("torch."),
             "ns_eps": rule.ns_eps,
+            "ns_backend": rule.ns_backend,
         }
 
     def new_weight(self, weight: Tensor, gradient: Tensor, group: Group) -> Tensor:

@@ -131,6 +131,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "unknown key": ({"params": {"ns_step": 3}}, ["ns_step", "ns_steps"]),
     "auto": ({"params": {"lr": "auto"}}, ['lr = "auto"']),
     "range": ({"params": {"momentum": 1.5}}, ["momentum = 1.5"]),
+    "triton on CPU": ({"params": {"ns_backend": "triton"}}, ['ns_backend = "triton"', "needs a GPU", '"torch"']),
     "beta2 without normuon": ({"params": {"beta2": 0.9}}, ["beta2 = 0.9", "has no effect", "normuon"]),
     "pattern": ({"params": {"muon_params": ["nothing.*"]}}, ["muon_params", "nothing.*"]),
 }

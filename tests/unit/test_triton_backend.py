@@ -5,6 +5,7 @@ On a GPU the shipped tiles run; elsewhere Triton's interpreter runs small ones.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 import math
@@ -17,8 +18,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import ds_muon.orthogonalize as package
-from ds_muon.orthogonalize import NewtonSchulz, newton_schulz, reference_newton_schulz, schedule
+from ds_muon.orthogonalize import NewtonSchulz, newton_schulz, orthogonalize, reference_newton_schulz, schedule
+from ds_muon.orthogonalize.graphs import GraphCache
+from ds_muon.orthogonalize.torch_backend import TorchOperations
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton", allow_module_level=True)
@@ -280,7 +282,7 @@ def test_normalize_is_the_plain_normalization(shape: tuple[int, int], dtype: tor
         matrices = views(*shape, magnitude)
         before = [matrix.clone() for matrix in matrices]
         out = triton_backend.normalize(matrices, dtype, settings.eps)
-        plain = package._normalize(torch.stack(matrices), settings)
+        plain = TorchOperations().normalize(matrices, settings.dtype, settings.eps)
         assert out.shape == plain.shape and out.dtype == dtype and triton_backend._describable(out)
         # One division by a norm that may be rounded otherwise.
         limits = torch.finfo(dtype)
@@ -379,12 +381,12 @@ def test_count_is_the_number_of_blocks(tile: Tile) -> None:
 def test_descriptors_are_for_half_precision_on_hopper(symmetric: bool) -> None:
     for batch, m, n in itertools.product((1, 7, 100), (1, 100, 1024, 4096), (1, 1024, 11008)):
         for dtype in (torch.float16, torch.bfloat16):
-            hopper = choose_tile(batch, m, n, symmetric=symmetric, sms=132, capability=(9, 0), dtype=dtype)
+            hopper = choose_tile(batch, m, n, m, symmetric=symmetric, sms=132, capability=(9, 0), dtype=dtype)
             assert hopper in (SMALL, WIDE)
             for capability in ((8, 0), (8, 9), (10, 0), (12, 0), (0, 0)):
-                other = choose_tile(batch, m, n, symmetric=symmetric, sms=132, capability=capability, dtype=dtype)
+                other = choose_tile(batch, m, n, m, symmetric=symmetric, sms=132, capability=capability, dtype=dtype)
                 assert other == POINTERS
-        fp32 = choose_tile(batch, m, n, symmetric=symmetric, sms=132, capability=(9, 0), dtype=torch.float32)
+        fp32 = choose_tile(batch, m, n, m, symmetric=symmetric, sms=132, capability=(9, 0), dtype=torch.float32)
         assert fp32 == POINTERS_FP32
 
 
@@ -392,16 +394,19 @@ def test_descriptors_are_for_half_precision_on_hopper(symmetric: bool) -> None:
     ("batch", "side", "symmetric", "tile"),
     [
         (24, 1024, True, SMALL),
-        (12, 2048, True, WIDE),
+        (12, 2048, True, SMALL),
+        (4, 2048, True, SMALL),
         (6, 4096, True, WIDE),
         (1, 4096, True, SMALL),
-        (24, 1024, False, WIDE),
+        (48, 512, False, SMALL),
+        (24, 1024, False, SMALL),
+        (12, 2048, False, WIDE),
         (6, 4096, False, WIDE),
         (1, 1024, False, SMALL),
     ],
 )
 def test_the_tile_is_the_one_measured_faster_on_h100(batch: int, side: int, symmetric: bool, tile: Tile) -> None:
-    chosen = choose_tile(batch, side, side, symmetric=symmetric, sms=132, capability=(9, 0), dtype=torch.bfloat16)
+    chosen = choose_tile(batch, side, side, side, symmetric=symmetric, sms=132, capability=(9, 0), dtype=torch.bfloat16)
     assert chosen == tile
 
 
@@ -421,3 +426,55 @@ def test_a_descriptor_fits_aligned_storage_only() -> None:
         stored, transposed = triton_backend._stored(view)
         assert triton_backend._describable(stored) and (stored.mT if transposed else stored).shape == view.shape
     assert math.gcd(8, triton_backend._GROUP) == 8
+
+
+# ---- through orthogonalize ------------------------------------------------------------------------------------------
+
+
+def by_triton(dtype: torch.dtype, method: str = "gram") -> NewtonSchulz:
+    return NewtonSchulz(schedule("quintic", 5), method, dtype, 1e-15, "triton")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("method", ["gram", "standard"])
+def test_orthogonalize_is_the_reference_for_every_shape_in_any_company(method: str, dtype: torch.dtype) -> None:
+    shapes = [(17, 40), (40, 17), (16, 16), (17, 40), (16, 16), (1, 9), (17, 40)]
+    shapes += [(512, 512), (300, 777), (777, 300), (512, 512)] if GPU else []
+    matrices = [gaussian(rows, cols, seed=index) for index, (rows, cols) in enumerate(shapes)]
+    before = [matrix.clone() for matrix in matrices]
+    tolerance = {torch.float32: 1e-5, torch.float16: 0.01, torch.bfloat16: 0.06}[dtype]
+    outputs = orthogonalize(matrices, by_triton(dtype, method))
+    for matrix, kept, output in zip(matrices, before, outputs, strict=True):
+        expected = reference_newton_schulz(matrix)
+        assert output.shape == matrix.shape and output.dtype == dtype and torch.equal(matrix, kept)
+        assert float((output.double() - expected).norm()) <= tolerance * float(expected.norm())
+        assert torch.equal(orthogonalize([matrix], by_triton(dtype, method))[0], output)
+
+
+@needs_gpu
+@pytest.mark.parametrize("shape", [(64, 64), (1024, 1024), (512, 2048), (2048, 512), (300, 777)])
+def test_a_replayed_graph_gives_the_same_bits_as_its_kernels(shape: tuple[int, int]) -> None:
+    settings, graphs = by_triton(torch.float16), GraphCache()
+    iterate = functools.partial(newton_schulz.gram, triples=settings.triples, ops=triton_backend.TritonOperations())
+    flops = settings.cost(*shape)
+    earlier = []
+    for step in range(5):
+        matrices = [gaussian(*shape, seed=3 * step + i) for i in range(3)]
+        x = triton_backend.normalize(matrices, torch.float16, 1e-15)
+        x = x.mT if shape[0] > shape[1] else x
+        found, expected = graphs.run("key", x, 3 * flops, iterate), iterate(x)
+        assert torch.equal(found, expected)
+        earlier.append((found, expected))
+        # What came out before is left alone.
+        assert all(torch.equal(a, b) for a, b in earlier)
+
+
+@needs_gpu
+def test_graphs_keep_no_more_than_they_may() -> None:
+    graphs = GraphCache()
+    for side in range(1024, 4097, 1024):
+        for batch in (1, 4):
+            x = torch.zeros(batch, side, side, dtype=torch.float16, device=DEVICE)
+            for _ in range(3):
+                graphs.run("key", x, 1, lambda x: x * 2)
+    assert 0 < graphs._kept <= 256 << 20

@@ -1,0 +1,53 @@
+"""The backends by name, and which of them can run where. Triton is imported only when it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+from ds_muon.orthogonalize.newton_schulz import Operations
+from ds_muon.orthogonalize.torch_backend import TorchOperations
+
+
+@cache
+def _triton() -> Operations:
+    from ds_muon.orthogonalize.triton_backend import TritonOperations
+
+    return TritonOperations()
+
+
+BACKENDS: dict[str, Callable[[], Operations]] = {"torch": TorchOperations, "triton": _triton}
+
+
+def choose_backend(ns_backend: str, device: torch.device) -> str:
+    """The name in ``BACKENDS`` that ``ns_backend`` stands for on this device.
+
+    Raises:
+        ValueError: an unknown backend, or one that cannot run on ``device``, with the reason.
+    """
+    if ns_backend == "auto":
+        return "torch"
+    if ns_backend not in BACKENDS:
+        raise ValueError(f"ns_backend = {ns_backend!r}: choose one of {sorted(['auto', *BACKENDS])}")
+    problem = triton_problem(device) if ns_backend == "triton" else None
+    if problem is not None:
+        raise ValueError(f'ns_backend = "triton": {problem}. Set "auto" or "torch"')
+    return ns_backend
+
+
+def triton_problem(device: torch.device) -> str | None:
+    """Why the Triton backend cannot run on a device; None if it can."""
+    if device.type != "cuda":
+        return f"it needs a GPU, and this is {device.type}"
+    if find_spec("triton") is None:
+        return "Triton is not installed: pip install 'ds-muon[triton]'"
+    try:
+        _triton()
+    except Exception as error:  # an older Triton lacks a name, or cannot take the kernels
+        return f"Triton cannot be used: {error}"
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+        return f"it needs compute capability 8.0, and {torch.cuda.get_device_name(device)} has less"
+    return None
