@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import ds_muon
+from ds_muon.bench import newton_schulz
 from ds_muon.replay import replay
 from ds_muon.verify import table
 from ds_muon.verify.engine_view import CannotVerify
@@ -61,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_verify(commands)
     _add_replay(commands)
+    _add_bench(commands)
     parsed = parser.parse_args(arguments)
     try:
         code: int = parsed.run(parsed)
@@ -182,6 +184,43 @@ def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="what a rank saved in ds_muon_captures")
     parser.set_defaults(run=lambda options: replay(options.files))
+
+
+# ---- bench ----------------------------------------------------------------------------------------------------------
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    subjects = commands.add_parser("bench", help="measure on this machine").add_subparsers(
+        required=True, metavar="SUBJECT"
+    )
+    parser = subjects.add_parser(
+        "newton-schulz",
+        help="our backends beside every peer that is installed",
+        description=newton_schulz.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--shapes", type=_shape, nargs="+", metavar="BxRxC", help="batch x rows x cols, such as 24x1024x4096"
+    )
+    parser.add_argument("--dtype", choices=("auto", "float16", "bfloat16", "float32"), default="auto", help="of ours")
+    parser.add_argument("--rounds", type=_positive, default=15, metavar="N", help="timings of each (default: 15)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
+    parser.add_argument("--chart", type=Path, metavar="FILE", help="draw a bar chart there (.png)")
+    parser.set_defaults(run=_bench_newton_schulz)
+
+
+def _bench_newton_schulz(options: argparse.Namespace) -> int:
+    if options.chart is not None and find_spec("matplotlib") is None:
+        print("ds-muon bench: --chart needs matplotlib: pip install 'ds-muon[plot]'", file=sys.stderr)
+        return COULD_NOT_RUN
+    return newton_schulz.run(options.shapes, options.dtype, options.rounds, options.json, options.chart)
+
+
+def _shape(text: str) -> tuple[int, int, int]:
+    sizes = tuple(_positive(size) for size in text.split("x"))
+    if len(sizes) != 3:
+        raise argparse.ArgumentTypeError(f"{text}: give batch x rows x cols, such as 24x1024x4096")
+    return sizes
 
 
 def _positive(text: str) -> int:

@@ -1,0 +1,1 @@
+"""``ds-muon bench``: measurements that users can repeat on their own machines."""

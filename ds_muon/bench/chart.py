@@ -1,0 +1,39 @@
+"""A bar chart of what a bench measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_COLOURS = ("#0072b2", "#56b4e9", "#999999", "#e69f00", "#ddcc77", "#882255", "#cc79a7", "#009e73")
+
+
+def draw_bars(
+    path: Path, title: str, axis: str, groups: Sequence[str], series: Mapping[str, Sequence[float | None]]
+) -> None:
+    """Horizontal bars, one group below the other, shorter is better; what is None is left out. Writes ``path``.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    from matplotlib.figure import Figure
+
+    shown = {name: values for name, values in series.items() if any(value is not None for value in values)}
+    figure = Figure(figsize=(9, 1 + 0.22 * len(groups) * (len(shown) + 1)), layout="constrained")
+    axes = figure.add_subplot()
+    height = 1 / (len(shown) + 1)
+    for place, (name, values) in enumerate(shown.items()):
+        ys = [group + place * height for group, value in enumerate(values) if value is not None]
+        widths = [value for value in values if value is not None]
+        bars = axes.barh(ys, widths, height, color=_COLOURS[place % len(_COLOURS)], label=name)
+        axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=7)
+    axes.set_yticks([group + (len(shown) - 1) * height / 2 for group in range(len(groups))], list(groups))
+    axes.invert_yaxis()
+    axes.set_xlim(left=0)
+    axes.axvline(1, color="#656d76", linewidth=0.8)
+    axes.set_xlabel(axis)
+    axes.set_title(title)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)

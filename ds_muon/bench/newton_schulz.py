@@ -1,0 +1,215 @@
+"""``ds-muon bench newton-schulz``: every backend of ours beside every peer that is installed, one batch at a time.
+
+All of them orthogonalize the same fp32 matrices, in turns with a large bf16 matmul, whose rate is the yardstick: a card
+that is hot or shared is so for all. What is timed is a call as a training step makes it, host time included, until the
+device is done.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_muon.bench.chart import draw_bars
+from ds_muon.bench.peers import PEERS
+from ds_muon.orthogonalize import BACKENDS, NewtonSchulz, orthogonalize, reference_newton_schulz
+
+GPU_SHAPES = (
+    (24, 1024, 1024),
+    (24, 1024, 4096),
+    (12, 2048, 2048),
+    (8, 2048, 8192),
+    (6, 4096, 4096),
+    (4, 4096, 11008),
+    (1, 4096, 4096),
+    (1, 2048, 8192),
+)
+CPU_SHAPES = ((4, 64, 64), (4, 64, 256), (1, 128, 128))
+_WARMUP = 3
+_YARDSTICK = {"cuda": (8192, torch.bfloat16), "cpu": (512, torch.float32)}
+
+Orthogonalize = Callable[[Sequence[Tensor]], object]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One candidate on one batch.
+
+    Attributes:
+        name: of the candidate.
+        ms: median of the rounds, host time included; None where it cannot run.
+        tflops: effective rate, by the operations that symmetry leaves to do.
+        over_floor: time over that of as many operations at the rate of the yardstick.
+        error: relative Frobenius error of the first matrix against fp64.
+        problem: why it cannot run here; None if it can.
+    """
+
+    name: str
+    ms: float | None = None
+    tflops: float | None = None
+    over_floor: float | None = None
+    error: float | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """All candidates on one batch. ``matmul_tflops``: rate of the yardstick meanwhile."""
+
+    batch: int
+    rows: int
+    cols: int
+    matmul_tflops: float
+    timings: tuple[Timing, ...]
+
+    @property
+    def title(self) -> str:
+        return f"{self.batch} x {self.rows} x {self.cols}"
+
+    @property
+    def lead(self) -> float | None:
+        """Time of the fastest peer over that of our fastest; None if either is missing."""
+        ours = [t.ms for t in self.timings if t.ms is not None and t.name.startswith("ds_muon")]
+        peers = [t.ms for t in self.timings if t.ms is not None and not t.name.startswith("ds_muon")]
+        return min(peers) / min(ours) if ours and peers else None
+
+
+def floor_flops(rows: int, cols: int) -> int:
+    """Operations of five quintic steps that symmetry leaves to do: 20 m^3 for a square, else 14 m^3 + 6 m^2 n."""
+    m, n = sorted((rows, cols))
+    return 20 * m**3 if m == n else 14 * m**3 + 6 * m * m * n
+
+
+def candidates(device: torch.device, dtype: str) -> Iterator[tuple[str, Orthogonalize | str]]:
+    """Name and function of all that can run, or the reason why it cannot."""
+    for backend in BACKENDS:
+        try:
+            settings = NewtonSchulz.resolve(device, ns_dtype=dtype, ns_backend=backend)
+        except ValueError as error:
+            yield f"ds_muon {backend}", str(error)
+            continue
+        yield f"ds_muon {backend}", partial(orthogonalize, settings=settings)
+        if backend == "torch":
+            yield "torch, one by one", partial(_one_by_one, settings=settings)
+    for name, load in PEERS.items():
+        try:
+            yield name, load()
+        except Exception as error:  # not installed, or not for this machine
+            yield name, (str(error) or type(error).__name__).splitlines()[0]
+
+
+def _one_by_one(matrices: Sequence[Tensor], settings: NewtonSchulz) -> list[Tensor]:
+    return [output for matrix in matrices for output in orthogonalize([matrix], settings)]
+
+
+def measure(shapes: Sequence[tuple[int, int, int]], device: torch.device, dtype: str, rounds: int) -> Iterator[Row]:
+    """One row per (batch, rows, cols), as they are done."""
+    found = list(candidates(device, dtype))
+    side, kind = _YARDSTICK[device.type]
+    a, b = (torch.randn(side, side, dtype=kind, device=device) for _ in range(2))
+    for batch, rows, cols in shapes:
+        matrices = list(torch.randn(batch, rows, cols, device=device).unbind())
+        exact = reference_newton_schulz(matrices[0])
+        ready: dict[str, Orthogonalize] = {}
+        problems: dict[str, str] = {}
+        errors: dict[str, float] = {}
+        for name, function in found:
+            if isinstance(function, str):
+                problems[name] = function
+                continue
+            try:
+                for _ in range(_WARMUP):
+                    output = function(matrices)
+                errors[name] = float((_first(output).double() - exact).norm() / exact.norm())
+                ready[name] = function
+            except Exception as error:  # whatever a kernel makes of this shape or device
+                problems[name] = (str(error) or type(error).__name__).splitlines()[0]
+        times: dict[str, list[float]] = {name: [] for name in ready}
+        yardstick: list[float] = []
+        for _ in range(rounds):
+            yardstick.append(_milliseconds(partial(torch.mm, a, b), device))
+            for name, function in ready.items():
+                times[name].append(_milliseconds(partial(function, matrices), device))
+        rate = 2 * side**3 / (1e-3 * statistics.median(yardstick))
+        flops = batch * floor_flops(rows, cols)
+        timings = []
+        for name, _ in found:
+            if name in problems:
+                timings.append(Timing(name, problem=problems[name]))
+                continue
+            ms = statistics.median(times[name])
+            timings.append(Timing(name, ms, flops / ms / 1e9, 1e-3 * ms * rate / flops, errors[name]))
+        yield Row(batch, rows, cols, rate / 1e12, tuple(timings))
+
+
+def _first(output: Any) -> Tensor:
+    while not isinstance(output, Tensor):
+        output = output[0]
+    return output[0] if output.ndim == 3 else output
+
+
+def _milliseconds(call: Callable[[], object], device: torch.device) -> float:
+    _synchronize(device)
+    start = time.perf_counter()
+    call()
+    _synchronize(device)
+    return 1e3 * (time.perf_counter() - start)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def run(
+    shapes: Sequence[tuple[int, int, int]] | None, dtype: str, rounds: int, json_file: Path | None, chart: Path | None
+) -> int:
+    """Measure, print each row as it is done, and write the files that were asked for. Returns the exit code."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    side, kind = _YARDSTICK[device.type]
+    print(f"{name}, torch {torch.__version__}; ours in {dtype}; medians of {rounds} rounds")
+    print(f'"x floor": time over that of the operations left to do, at the rate of a {side}^3 {kind} matmul\n')
+    done = []
+    for row in measure(shapes or (GPU_SHAPES if device.type == "cuda" else CPU_SHAPES), device, dtype, rounds):
+        done.append(row)
+        print("\n".join(_lines(row)), flush=True)
+    if json_file is not None:
+        settings = {"device": name, "torch": torch.__version__, "dtype": dtype, "rounds": rounds}
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps({**settings, "rows": [asdict(row) for row in done]}, indent=1) + "\n")
+        print(f"numbers: {json_file}")
+    if chart is not None:
+        series = {t.name: [_over_floor(row, t.name) for row in done] for t in done[0].timings}
+        titles = [row.title for row in done]
+        draw_bars(chart, f"Five Newton-Schulz steps, {name}, ours in {dtype}", "time over the floor", titles, series)
+        print(f"chart: {chart}")
+    return 0
+
+
+def _over_floor(row: Row, name: str) -> float | None:
+    return next(t.over_floor for t in row.timings if t.name == name)
+
+
+def _lines(row: Row) -> Iterator[str]:
+    lead = "" if row.lead is None else f"; ours is {row.lead:.2f} times as fast as the best peer"
+    yield f"{row.title}: matmul {row.matmul_tflops:.0f} TFLOP/s{lead}"
+    for t in row.timings:
+        if t.ms is None:
+            yield f"    {t.name:32}{t.problem}"
+        else:
+            rates = f"{t.ms:9.3f} ms{t.tflops:8.0f} TFLOP/s{t.over_floor:8.2f} x floor"
+            yield f"    {t.name:32}{rates}   error {t.error:.1e}"
