@@ -151,10 +151,7 @@ def normalize(matrices: Sequence[Tensor], dtype: torch.dtype, eps: float) -> Ten
     first = matrices[0]
     batch, (rows, cols) = len(matrices), first.shape
     out = _empty(batch, rows, cols, dtype, first.device)
-    addresses = torch.tensor([matrix.data_ptr() for matrix in matrices], dtype=torch.int64)
-    if first.is_cuda:
-        # From pinned memory the copy does not wait for the device.
-        addresses = addresses.pin_memory().to(first.device, non_blocking=True)
+    addresses = _addresses(tuple(matrix.data_ptr() for matrix in matrices), first.device)
     # How a matrix is cut, and so the order of summation, depends on its size alone.
     numel = first.numel()
     parts = min(_PARTS, 1 << (_ceil_div(numel, _BLOCK) - 1).bit_length())
@@ -313,6 +310,14 @@ def _describe(
 ) -> TensorDescriptor:
     # To make one costs as much as half a launch. Torch's allocator hands out the same addresses in every step.
     return TensorDescriptor(_Address(address, dtype), list(shape), list(strides), [1, rows, cols])
+
+
+@lru_cache(maxsize=256)
+def _addresses(addresses: tuple[int, ...], device: torch.device) -> Tensor:
+    """On the device, int64. Torch's allocator hands out the same ones in every step."""
+    pointers = torch.tensor(addresses, dtype=torch.int64)
+    # From pinned memory the copy does not wait for the device.
+    return pointers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else pointers
 
 
 @lru_cache

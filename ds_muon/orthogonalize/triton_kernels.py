@@ -200,11 +200,7 @@ def matmul_pointers(
         in_depth = depth < k - step * DEPTH
         x = tl.load(a + a_offsets, mask=in_rows[:, None] & in_depth[None, :], other=0.0)
         y = tl.load(b + b_offsets, mask=in_depth[:, None] & in_cols[None, :], other=0.0)
-        if x.dtype == tl.float32:
-            # One long chain of sums would lose digits that a vendor's product keeps.
-            acc += tl.dot(x, y, input_precision="ieee")
-        else:
-            acc = tl.dot(x, y, acc, input_precision="ieee")
+        acc = tl.dot(x, y, acc, input_precision="ieee")
         a += DEPTH * a_col
         b += DEPTH * b_row
 

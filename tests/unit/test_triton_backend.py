@@ -127,9 +127,11 @@ def assert_rounded(
     error = (out.double() - exact).abs()
     assert out.dtype == a.dtype and out.shape == exact.shape
     assert bool((error <= limits.eps / 2 * (exact.abs() + summed) + summed + limits.smallest_normal * limits.eps).all())
-    # Two orders of summation of one length may differ by a small factor, where rounding at the end does not hide it.
-    factor = 4 if out.dtype == torch.float32 else 1.01
-    assert float(error.norm()) <= factor * float((torchs.double() - exact).norm()) + eps * float(exact.norm())
+    # Half precision: rounding at the end hides the order of summation. In fp32 K is one chain of sums, whose roundings
+    # add up at random; a vendor may cut it in pieces.
+    factor, chain = (4, math.sqrt(a.shape[-1])) if out.dtype == torch.float32 else (1.01, 1)
+    allowed = factor * float((torchs.double() - exact).norm()) + chain * eps * float(exact.norm())
+    assert float(error.norm()) <= allowed
 
 
 # ---- single operations ----------------------------------------------------------------------------------------------
