@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ds_muon.capture import Capture, CaptureError, read_capture
 from ds_muon.orthogonalize import BACKENDS, NewtonSchulz, orthogonalize, reference_newton_schulz
+from ds_muon.orthogonalize.backends import problem
 from ds_muon.verify.tolerances import AGAINST_FP64
 
 # Of what rounding the input to the iteration's dtype alone changes, the iteration may change so many times as much: it
@@ -98,6 +99,7 @@ def attempts(capture: Capture, device: torch.device) -> Iterator[Attempt]:
     others = [
         replace(captured, backend=backend, dtype=dtype, method=method)
         for backend in BACKENDS
+        if problem(backend, device) is None
         for dtype in AGAINST_FP64
         for method in ("gram", "standard")
     ]
@@ -118,8 +120,9 @@ def _attempt(
     matrices: Sequence[Tensor], settings: NewtonSchulz, reference: _Reference, *, as_captured: bool
 ) -> Attempt:
     attempt = Attempt(*_key(settings, matrices[0]), as_captured)
-    if settings.backend not in BACKENDS:
-        return replace(attempt, cannot_run="no such backend")
+    reason = problem(settings.backend, matrices[0].device)
+    if reason is not None:
+        return replace(attempt, cannot_run=reason)
     try:
         return _judged(attempt, matrices, settings, reference)
     except Exception as error:  # what a kernel makes of a device that it was not written for

@@ -32,14 +32,18 @@ def choose_backend(ns_backend: str, device: torch.device) -> str:
         return "torch"
     if ns_backend not in BACKENDS:
         raise ValueError(f"ns_backend = {ns_backend!r}: choose one of {sorted(['auto', *BACKENDS])}")
-    problem = triton_problem(device) if ns_backend == "triton" else None
-    if problem is not None:
-        raise ValueError(f'ns_backend = "triton": {problem}. Set "auto" or "torch"')
+    reason = problem(ns_backend, device)
+    if reason is not None:
+        raise ValueError(f'ns_backend = "{ns_backend}": {reason}. Set "auto" or "torch"')
     return ns_backend
 
 
-def triton_problem(device: torch.device) -> str | None:
-    """Why the Triton backend cannot run on a device; None if it can."""
+def problem(name: str, device: torch.device) -> str | None:
+    """Why a backend cannot run on a device; None if it can."""
+    if name not in BACKENDS:
+        return "there is no such backend here"
+    if name != "triton":
+        return None
     if device.type != "cuda":
         return f"it needs a GPU, and this is {device.type}"
     if find_spec("triton") is None:

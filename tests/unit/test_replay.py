@@ -54,7 +54,8 @@ class BadFromTheThird(Faulty):
 def test_every_dtype_and_form_is_tried_once_and_the_captured_one_last(shape: tuple[int, int], count: int) -> None:
     settings = NewtonSchulz.resolve(CPU, ns_dtype="bfloat16")
     found = list(attempts(capture_of(gaussian(*shape), settings), CPU))
-    assert len(found) == len({(a.backend, a.dtype, a.form) for a in found}) == count * len(BACKENDS)
+    assert len(found) == len({(a.backend, a.dtype, a.form) for a in found}) == count
+    assert {a.backend for a in found} == {"torch"}  # the others need a GPU
     assert [a.as_captured for a in found] == [False] * (len(found) - 1) + [True]
     assert (found[-1].dtype, found[-1].form) == ("bfloat16", "standard" if shape == (24, 24) else "gram")
 
@@ -90,7 +91,7 @@ def test_the_backend_at_fault_is_named_with_its_first_bad_iteration() -> None:
 def test_a_backend_that_is_not_here_is_said_not_to_be() -> None:
     settings = replace(NewtonSchulz.resolve(CPU), backend="gone")
     found = list(attempts(capture_of(gaussian(20, 30), settings), CPU))
-    assert found[-1].result == "cannot run here: no such backend" and all(a.ok for a in found[:-1])
+    assert found[-1].result == "cannot run here: there is no such backend here" and all(a.ok for a in found[:-1])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,79 @@
+"""``ds-muon bench``: it measures what is there, says what is not, and writes what it is asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_muon import cli
+from ds_muon.bench import newton_schulz
+from ds_muon.bench.newton_schulz import Row, Timing, floor_flops, measure
+from ds_muon.orthogonalize import schedule
+from ds_muon.orthogonalize.newton_schulz import flops
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def small_yardstick_and_known_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent() -> object:
+        raise ImportError("No module named 'absent'")
+
+    def failing() -> object:
+        def run(matrices: list[Tensor]) -> object:
+            raise RuntimeError("not for this shape\nand more")
+
+        return run
+
+    peers = {"a copy": lambda: lambda matrices: [m.clone() for m in matrices], "absent": absent, "failing": failing}
+    monkeypatch.setattr(newton_schulz, "PEERS", peers)
+    monkeypatch.setattr(newton_schulz, "_YARDSTICK", {"cpu": (32, torch.float32)})
+
+
+def test_what_is_there_is_measured_and_what_is_not_is_said() -> None:
+    (row,) = measure([(2, 8, 24)], CPU, "float32", rounds=3)
+    found = {timing.name: timing for timing in row.timings}
+    assert list(found)[:2] == ["ds_muon torch", "torch, one by one"]
+    for name in ("ds_muon torch", "torch, one by one"):
+        assert found[name].ms > 0 and found[name].error < 1e-5
+    assert found["a copy"].error > 0.1  # which is why the error is shown
+    assert found["absent"].problem == "No module named 'absent'" and found["absent"].ms is None
+    assert found["failing"].problem == "not for this shape"
+    assert "needs a GPU" in found["ds_muon triton"].problem
+    ours = found["ds_muon torch"]
+    work = 2 * floor_flops(8, 24)
+    assert ours.tflops == pytest.approx(work / ours.ms / 1e9)
+    assert ours.over_floor == pytest.approx(ours.ms * 1e-3 * row.matmul_tflops * 1e12 / work)
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(64, 64), (64, 256), (256, 64)])
+def test_the_floor_is_what_the_iteration_of_fp16_does(rows: int, cols: int) -> None:
+    assert floor_flops(rows, cols) == flops(rows, cols, schedule("quintic", 5), torch.float16, "gram")
+
+
+def test_the_lead_is_over_the_best_peer() -> None:
+    timings = (Timing("ds_muon torch", 4.0), Timing("ds_muon triton", 2.0), Timing("x", 5.0), Timing("y", 3.0))
+    assert Row(1, 2, 3, 1.0, timings).lead == 1.5
+    assert Row(1, 2, 3, 1.0, timings[:2]).lead is None
+
+
+def test_the_command_writes_numbers_and_a_chart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    numbers, chart = tmp_path / "out" / "numbers.json", tmp_path / "out" / "chart.png"
+    arguments = ["--shapes", "2x8x24", "1x8x8", "--rounds", "2", "--json", str(numbers), "--chart", str(chart)]
+    assert cli.main(["bench", "newton-schulz", *arguments]) == 0
+    found = json.loads(numbers.read_text())
+    assert [(row["batch"], row["rows"], row["cols"]) for row in found["rows"]] == [(2, 8, 24), (1, 8, 8)]
+    assert chart.read_bytes().startswith(b"\x89PNG")
+    out = capsys.readouterr().out
+    assert "2 x 8 x 24: matmul" in out and "x floor" in out and str(numbers) in out and str(chart) in out
+
+
+@pytest.mark.parametrize("shape", ["8x8", "2x8x0", "axbxc", "1x2x3x4"])
+def test_a_shape_that_is_none_is_refused(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "newton-schulz", "--shapes", shape])
+    assert "--shapes" in capsys.readouterr().err
