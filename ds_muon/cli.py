@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
 import ds_muon
+from ds_muon import planner
 from ds_muon.bench import newton_schulz
 from ds_muon.replay import replay
 from ds_muon.verify import table
@@ -63,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_verify(commands)
     _add_replay(commands)
     _add_bench(commands)
+    _add_plan(commands)
     parsed = parser.parse_args(arguments)
     try:
         code: int = parsed.run(parsed)
@@ -214,6 +219,55 @@ def _bench_newton_schulz(options: argparse.Namespace) -> int:
         print("ds-muon bench: --chart needs matplotlib: pip install 'ds-muon[plot]'", file=sys.stderr)
         return COULD_NOT_RUN
     return newton_schulz.run(options.shapes, options.dtype, options.rounds, options.json, options.chart)
+
+
+# ---- plan -----------------------------------------------------------------------------------------------------------
+
+
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="what Muon's step costs at world sizes that are not at hand",
+        description=planner.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "model", choices=planner.MODELS, help="whose matrices; in the order of the model, one param group"
+    )
+    parser.add_argument(
+        "--world-size", type=_positive, nargs="+", metavar="N", default=[2**i for i in range(13)],
+        help="numbers of ranks (default: 1, 2, 4, ... 4096)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tflops",
+        type=_rate,
+        default=400.0,
+        help="rate of the iteration per rank (default: 400; see bench newton-schulz)",
+    )
+    parser.add_argument("--link", type=_rate, default=50.0, metavar="GB/s", help="rate of a rank's link (default: 50)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
+    parser.set_defaults(run=_plan)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    shapes, settings = planner.MODELS[options.model](), planner.default_settings()
+    costs = [planner.step_cost(shapes, world_size, settings) for world_size in options.world_size]
+    elements = sum(rows * cols for _, (rows, cols) in shapes)
+    print(f"{options.model}: {len(shapes)} matrices, {elements / 1e9:.2f}B elements; defaults on a GPU", end="")
+    print(f" ({options.tflops:g} TFLOP/s and {options.link:g} GB/s per rank)\n")
+    print(planner.table(costs, options.tflops, options.link))
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps([asdict(cost) for cost in costs], indent=1) + "\n")
+        print(f"\nnumbers: {options.json}")
+    return 0
+
+
+def _rate(text: str) -> float:
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: it must be a number above 0")
+    return number
 
 
 def _shape(text: str) -> tuple[int, int, int]:

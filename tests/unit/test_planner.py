@@ -1,0 +1,93 @@
+"""``ds-muon plan``: the numbers follow from the partition plan, and from nothing else."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from ds_muon import cli
+from ds_muon.partition import flat_layout, make_plan
+from ds_muon.planner import MODELS, default_settings, gpt, llama, step_cost, table
+
+SETTINGS = default_settings()
+
+
+@pytest.mark.parametrize(
+    ("model", "matrices", "elements"),
+    [("gpt-303m", 144, 302e6), ("gpt-1.2b", 144, 1.21e9), ("llama-3-8b", 224, 6.98e9), ("llama-3-70b", 560, 68.5e9)],
+)
+def test_named_models_have_their_matrices(model: str, matrices: int, elements: float) -> None:
+    shapes = MODELS[model]()
+    assert len(shapes) == matrices == len({name for name, _ in shapes})
+    assert sum(rows * cols for _, (rows, cols) in shapes) == pytest.approx(elements, rel=0.01)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_one_rank_does_everything_once_and_moves_nothing(model: str) -> None:
+    shapes = MODELS[model]()
+    cost = step_cost(shapes, 1, SETTINGS)
+    assert cost.flops == cost.busiest_flops == cost.busiest_flops_each_holder
+    assert cost.flops == sum(SETTINGS.cost(*shape) for _, shape in shapes)
+    assert (cost.straddling, cost.moved_bytes, cost.busiest_bytes, cost.balance, cost.over_ours) == (0, 0, 0, 1.0, 1.0)
+    assert cost.runs_each_holder == cost.matrices == len(shapes)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 7, 64, 1000])
+@pytest.mark.parametrize("shapes", [gpt(3, 96), llama(2, 64, 16, 176)], ids=["gpt", "llama"])
+def test_every_number_follows_from_where_the_boundaries_fall(shapes: list, world_size: int) -> None:
+    """Element by element, from ZeRO's layout alone."""
+    cost = step_cost(shapes, world_size, SETTINGS)
+    size = -(-sum(rows * cols for _, (rows, cols) in shapes) // (2 * world_size)) * 2
+    holders, start = [], 0
+    for _, (rows, cols) in shapes:
+        holders.append(range(start // size, (start + rows * cols - 1) // size + 1))
+        start += rows * cols
+    assert cost.straddling == sum(len(ranks) > 1 for ranks in holders)
+    assert cost.runs_each_holder == sum(map(len, holders))
+    work = [0.0] * world_size
+    for (_, shape), ranks in zip(shapes, holders, strict=True):
+        for rank in ranks:
+            work[rank] += SETTINGS.cost(*shape)
+    assert cost.busiest_flops_each_holder == max(work)
+    assert cost.flops / world_size <= cost.busiest_flops <= cost.busiest_flops_each_holder
+    # U in fp32 to the owner, O in fp16 back: what the owner does not hold.
+    layout = flat_layout([rows * cols for _, (rows, cols) in shapes], world_size)
+    plan = make_plan([shapes], [layout], world_size, SETTINGS.cost)
+    assert cost.moved_bytes == 6 * plan.moved_elements()
+    assert cost.moved_bytes / world_size <= cost.busiest_bytes <= cost.moved_bytes
+
+
+@pytest.mark.parametrize("model", ["gpt-1.2b", "llama-3-70b"])
+def test_no_world_size_makes_a_rank_do_more_than_each_holder_would(model: str) -> None:
+    costs = [step_cost(MODELS[model](), 2**i, SETTINGS) for i in range(13)]
+    assert all(cost.over_ours >= 1 for cost in costs)
+    busiest = [cost.busiest_flops for cost in costs]
+    assert busiest == sorted(busiest, reverse=True)
+    # The end of it: one matrix, the largest.
+    assert busiest[-1] == max(SETTINGS.cost(*shape) for _, shape in MODELS[model]())
+
+
+def test_the_table_has_times_at_the_given_rates() -> None:
+    cost = step_cost(MODELS["gpt-1.2b"](), 64, SETTINGS)
+    line = table([cost], tflops=100.0, gigabytes=10.0).splitlines()[1].split()
+    assert float(line[6]) == pytest.approx(cost.busiest_flops / 100e12 * 1e3, abs=0.01)
+    assert float(line[7]) == pytest.approx(cost.busiest_bytes / 10e9 * 1e3, abs=0.01)
+
+
+def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "out" / "plan.json"
+    assert cli.main(["plan", "gpt-124m", "--world-size", "3", "17", "--json", str(path)]) == 0
+    found = json.loads(path.read_text())
+    assert [row["world_size"] for row in found] == [3, 17]
+    assert math.isclose(found[0]["flops"], step_cost(MODELS["gpt-124m"](), 3, SETTINGS).flops)
+    assert "gpt-124m: 72 matrices, 0.08B elements" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["no-model"], ["gpt-124m", "--world-size", "0"], ["gpt-124m", "--tflops", "-1"]])
+def test_what_makes_no_sense_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["plan", *arguments])
+    assert "error: argument" in capsys.readouterr().err
