@@ -23,6 +23,7 @@ from ds_muon.verify.reference import RowNormalization, muon_scale
 UNKNOWN = "no known fault explains it"
 STALE = "stale rank"
 AVERAGING = "gradient not averaged over ranks"
+OTHER_GRADIENT = "another gradient than the average"
 IDLE = "rank did not move"
 LOSS_SCALED = "gradient in loss-scaled units"
 CLIPPED_GRADIENT = "clipped gradient"
@@ -106,9 +107,11 @@ def diagnose(evidence: Evidence) -> str:
 
 def _of_gradient(evidence: Evidence) -> str:
     factor, left = _fit(evidence.averaged, evidence.average)
-    if left < 0.05:
+    if left >= 0.05:
+        return f"{OTHER_GRADIENT}: ZeRO's differs in direction from the average of what autograd gave the ranks"
+    if abs(factor / evidence.world_size - 1) < 0.05:
         return f"{AVERAGING}: it is {factor:.4g} times the average"
-    return f"{AVERAGING}: it differs from the average of the raw gradients in direction"
+    return f"{OTHER_GRADIENT}: it is {factor:.4g} times the average"
 
 
 # ---- momentum and moments -------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ def read_config(path: Path | None) -> dict[str, Any]:
     """The DeepSpeed config in a file, or the default.
 
     Raises:
-        CannotVerify: the file cannot be read, or is not a JSON object.
+        CannotVerify: the file cannot be read, is not a JSON object, or has blanks that a trainer was to fill in.
     """
     if path is None:
         return copy.deepcopy(DEFAULT_CONFIG)
@@ -71,7 +71,22 @@ def read_config(path: Path | None) -> dict[str, Any]:
         raise CannotVerify(f"--config {path} is not valid JSON: {error}") from None
     if not isinstance(config, dict):
         raise CannotVerify(f"--config {path} holds a {type(config).__name__}: it must be a JSON object")
+    # The optimizer's own section has an "auto" that is a choice, and says itself which is not.
+    blanks = list(_blanks({key: value for key, value in config.items() if key != "optimizer"}))
+    if blanks:
+        raise CannotVerify(
+            f'--config {path}: {", ".join(blanks)} {"is" if len(blanks) == 1 else "are"} "auto", a blank that a '
+            "trainer fills in: write down what it would fill in, or leave the key out"
+        )
     return config
+
+
+def _blanks(section: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in section.items():
+        if value == "auto":
+            yield prefix + key
+        elif isinstance(value, dict):
+            yield from _blanks(value, f"{prefix}{key}.")
 
 
 def run(task: Task) -> list[Outcome]:

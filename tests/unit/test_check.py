@@ -155,6 +155,29 @@ def test_faults_that_the_check_does_not_know_are_found_too(fault: Any, count: in
     assert len(wrong) == count and all(record.diagnosis.startswith(diagnosis) for record in wrong)
 
 
+def check_with_reduction(config: dict[str, Any], kind: str) -> list[UpdateRecord]:
+    """ZeRO's average of each bucket is halved, or turned round."""
+    torch.manual_seed(0)
+    engine = start(GPT(MODEL), config)
+    check = UpdateCheck(engine)
+    zero = engine.optimizer
+    original = zero.gradient_reduction_w_predivide
+    change = {"halved": lambda t: t.mul_(0.5), "turned round": lambda t: t.copy_(t.flip(0))}[kind]
+    zero.gradient_reduction_w_predivide = lambda *args: change(original(*args))
+    train_gpt(engine, 1)
+    return check.after_step()
+
+
+@ranks
+@pytest.mark.parametrize(
+    ("kind", "words"), [("halved", "it is 0.5 times the average"), ("turned round", "in direction")]
+)
+def test_a_gradient_that_is_wrong_otherwise_is_not_said_to_be_summed(kind: str, words: str) -> None:
+    wrong = [r for r in run_ranks(2, check_with_reduction, ds_config(), kind)[0] if not r.ok]
+    assert len(wrong) == 27
+    assert all(r.diagnosis.startswith("another gradient than the average") and words in r.diagnosis for r in wrong)
+
+
 @ranks
 @pytest.mark.parametrize("fault", [forget_the_variance, advance_the_variance_twice])
 def test_a_wrong_row_variance_is_found_and_named_before_it_changes_an_update(fault: Any) -> None:

@@ -297,6 +297,18 @@ def test_what_cannot_work_is_said_before_ranks_start(tmp_path: Path, capsys: pyt
         assert message in said and "starting" not in said
 
 
+def test_blanks_for_a_trainer_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    blank = {"train_batch_size": "auto", "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}}
+    path.write_text(json.dumps({**blank, "optimizer": {"params": {"ns_dtype": "auto"}}}))
+    with pytest.raises(
+        CannotVerify, match=r'train_batch_size, bf16.enabled are "auto", a blank that a trainer fills in'
+    ):
+        read_config(path)
+    path.write_text(json.dumps({"optimizer": {"params": {"ns_dtype": "auto"}}}))
+    assert read_config(path)["optimizer"] == {"params": {"ns_dtype": "auto"}}
+
+
 def test_the_default_config_cannot_be_changed_by_its_user() -> None:
     read_config(None)["optimizer"]["type"] = "other"
     assert read_config(None)["optimizer"]["type"] == "DSMuon"
