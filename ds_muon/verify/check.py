@@ -285,6 +285,11 @@ class StepComparison:
         gradient = averaged * theirs if theirs < 1 else averaged
         same_tolerance = tolerances.AGAINST_SAME_DTYPE[iterated_in] + weight_rounding
         same = self._same_dtype(references, before, gradient, weight, group, same_tolerance * size)
+        difference = weight.double() - same.double()
+        if before.engine_gradient is None:
+            against_same_dtype = Comparison(ratio(float(difference.norm()), size), tolerance)
+        else:
+            against_same_dtype = _worse_of_norm_and_elements(difference, weight, size, iterated_in)
         record = UpdateRecord(
             step=self._steps,
             name=placed.name,
@@ -295,10 +300,7 @@ class StepComparison:
             owner=self._view.owner(placed),
             against_fp64=Comparison(ratio(float((applied - expected).norm()), size), tolerance),
             cosine=_cosine(applied, expected),
-            against_same_dtype=Comparison(
-                ratio(float((weight.double() - same.double()).norm()), size),
-                tolerance if before.engine_gradient is None else same_tolerance,
-            ),
+            against_same_dtype=against_same_dtype,
             gradient=before.gradient,
             state=self._compare_state(references, state) if before.engine_gradient is not None else None,
             stale_ranks=stale_ranks,
@@ -369,6 +371,19 @@ class StepComparison:
         if name not in self._diagnoses:
             self._diagnoses[name] = diagnose(evidence)
         return self._diagnoses[name]
+
+
+def _worse_of_norm_and_elements(
+    difference: Tensor, weight: Tensor, size: float, iterated_in: torch.dtype
+) -> Comparison:
+    """Of the norm of a difference over ``size``, and of its largest element over the root mean square of that size."""
+    allowed, numel = tolerances.AGAINST_SAME_DTYPE[iterated_in], difference.numel()
+    comparisons = []
+    for ord, unit, times in ((2.0, size, 1.0), (math.inf, size / math.sqrt(numel), tolerances.LARGEST_ELEMENT)):
+        of_weight = tolerances.WEIGHT_ROUNDINGS * float(torch.linalg.vector_norm(weight.double(), ord))
+        error = ratio(float(torch.linalg.vector_norm(difference, ord)), unit)
+        comparisons.append(Comparison(error, times * allowed + (of_weight / unit if unit else 0.0)))
+    return max(comparisons, key=lambda comparison: comparison.excess)
 
 
 def _zeros(placed: Placed, dtype: torch.dtype) -> Tensor:

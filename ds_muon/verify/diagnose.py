@@ -40,8 +40,12 @@ NESTEROV = "wrong blend of momentum and gradient"
 WEIGHT_DECAY = "weight decay of another rate"
 ROW_VARIANCE_OFF = "wrong row variance"
 NOT_FINITE = "not finite"
+ELEMENTS = "single elements"
 ROUNDING = "rounding beyond the tolerance"
 RULE = "the single-process rule itself differs from the reference"
+
+# What part of the elements are single ones, and how far off such a one is, in root mean squares of the update.
+_FEW_ELEMENTS, _FAR_OFF = 0.01, 0.05
 
 # Fit of a factor or a prediction: what is left over, relative to what was observed. A step moves a momentum by a few
 # percent of itself, of which roundings to bf16 leave less.
@@ -161,6 +165,8 @@ def _of_update(evidence: Evidence) -> str:
     idle = _idle_rank(evidence)
     if idle is not None:
         return f"{IDLE}: the weights that rank {idle} holds stayed as they were"
+    if (text := _single_elements(evidence)) is not None:
+        return text
     explanations = dict(_muon_predictions(evidence) if evidence.placed.use_muon else _common_predictions(evidence))
     errors = {text: _left(evidence.applied, change) for text, change in explanations.items()}
     best = min(errors, key=lambda text: errors[text], default=UNKNOWN)
@@ -168,6 +174,15 @@ def _of_update(evidence: Evidence) -> str:
     if errors.get(best, math.inf) > min(_UPDATE_FIT, _left(evidence.applied, evidence.expected) / 2):
         return UNKNOWN
     return best
+
+
+def _single_elements(evidence: Evidence) -> str | None:
+    """A few elements that are far off, where the rest is right."""
+    rms = float(evidence.expected.square().mean().sqrt())
+    off = ((evidence.applied - evidence.expected).abs() > _FAR_OFF * rms).reshape(-1).nonzero().reshape(-1)
+    if not 0 < off.numel() <= max(1, _FEW_ELEMENTS * evidence.applied.numel()):
+        return None
+    return f"{ELEMENTS}: {off.numel()} of {evidence.applied.numel()} are off, the first at {int(off[0])}"
 
 
 def _idle_rank(evidence: Evidence) -> int | None:

@@ -43,7 +43,8 @@ class UpdateRecord:
         against_fp64: the change of the fp32 weights beside the fp64 reference, from the raw gradients of all ranks.
         cosine: between the applied change and that of the fp64 reference.
         against_same_dtype: the change beside the same rule on the whole parameter in the engine's own dtypes, from the
-            averaged gradient that ZeRO left: free of rounding, so that only a fault of the step remains.
+            averaged gradient that ZeRO left: free of rounding, so that only a fault of the step remains. The worse of
+            the norm and of the largest element, over a root mean square.
         gradient: the averaged gradient that ZeRO left beside the fp64 average of the raw ones. None where the optimizer
             has overwritten it.
         state: momentum, or the worse of AdamW's moments, beside the same-dtype reference. None where it cannot be read.

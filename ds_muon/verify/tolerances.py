@@ -38,6 +38,11 @@ AGAINST_SAME_DTYPE = {
     torch.bfloat16: 2.0**-7,
 }
 
+# How often an element may be off by the root mean square that ``AGAINST_SAME_DTYPE`` allows. Errors that roundings make
+# are spread over all elements: of ten million, the largest is about five root mean squares. One lost element of many is
+# nothing in a norm.
+LARGEST_ELEMENT = 8.0
+
 # Momentum and moments beside the same-dtype reference: elementwise, the same operations in the same order.
 STATE = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8}
 

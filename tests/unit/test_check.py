@@ -115,6 +115,14 @@ def change_one_weight(original: Any, zero: Any, gradients: list[Tensor]) -> None
         zero.single_partition_of_fp32_groups[0].data[7] += 1e-3
 
 
+def lose_one_element(original: Any, zero: Any, gradients: list[Tensor]) -> None:
+    """One element of rank 0's partition, one as large as usual, is not updated."""
+    if torch.distributed.get_rank() == 0:
+        update = gradients[0]
+        update[(update.abs() - update.square().mean().sqrt()).abs().argmin()] = 0
+    original(gradients)
+
+
 def forget_the_variance(original: Any, zero: Any, gradients: list[Tensor]) -> None:
     zero.muon_groups[0].commit = lambda variance: None
     original(gradients)
@@ -141,18 +149,40 @@ def check_with_commit(config: dict[str, Any], fault: Any) -> list[UpdateRecord]:
 
 
 @ranks
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(
     ("fault", "count", "diagnosis"),
     [
         (swap_two_updates, 4, "no known fault"),
-        (change_one_weight, 1, "no known fault"),
+        (change_one_weight, 1, "single elements: 1 of 2304 are off, the first at 7"),
         (turn_the_sign, 18, "wrong sign"),
     ],
 )
 def test_faults_that_the_check_does_not_know_are_found_too(fault: Any, count: int, diagnosis: str, dtype: str) -> None:
-    wrong = [r for r in run_ranks(2, check_with_commit, ds_config(dtype=dtype), fault)[0] if not r.ok]
+    config = ds_config({"ns_dtype": dtype}, dtype=dtype)
+    wrong = [r for r in run_ranks(2, check_with_commit, config, fault)[0] if not r.ok]
     assert len(wrong) == count and all(record.diagnosis.startswith(diagnosis) for record in wrong)
+
+
+def check_large_matrix(config: dict[str, Any], fault: Any) -> list[UpdateRecord]:
+    engine = start(PrescribedGradients([(320, 256), (7,)]), config)
+    check = UpdateCheck(engine)
+    zero = engine.optimizer
+    if fault is not None:
+        zero._commit = functools.partial(fault, zero._commit, zero)
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    train_step(engine, [torch.randn(shape, generator=generator).to(engine.device) for shape in ((320, 256), (7,))])
+    return check.after_step()
+
+
+@ranks
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_one_lost_element_is_found_though_it_is_nothing_in_the_norm_of_a_large_matrix(dtype: str) -> None:
+    config = ds_config({"ns_dtype": dtype}, dtype=dtype)
+    assert all(record.ok for record in run_ranks(2, check_large_matrix, config, None)[0])
+    (wrong,) = (r for r in run_ranks(2, check_large_matrix, config, lose_one_element)[0] if not r.ok)
+    assert wrong.diagnosis.startswith("single elements: 1 of 81920 are off, the first at ")
+    assert wrong.against_fp64.ok or dtype == "float32"  # by the norm alone it would pass
 
 
 def check_with_reduction(config: dict[str, Any], kind: str) -> list[UpdateRecord]:
