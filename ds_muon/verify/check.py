@@ -71,6 +71,7 @@ class _Step:
         engine_gradient: the average that ZeRO has, fp32; None where it cannot be read.
         gradient: comparison of the two.
         state: the engine's, before the step.
+        moved: whether the weight is another than after the checked step before.
     """
 
     weight: Tensor
@@ -79,6 +80,7 @@ class _Step:
     engine_gradient: Tensor | None
     gradient: Comparison | None
     state: dict[str, Tensor | None] = field(default_factory=dict)
+    moved: bool = False
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,7 @@ class StepComparison:
         self._keep_state = keep_state
         self._references = self._start() if keep_state else []
         self._before: list[_Step] = []
+        self._weights: list[Tensor] | None = None
         self._groups: list[Group] = []
         self._clip = _Clip(1.0, 1.0)
         self._steps = 0
@@ -194,6 +197,9 @@ class StepComparison:
         counts = [raw.count for raw in self._raw]
         of_engine = (self._view.averaged_gradients(), self._view.weights(), self._view.states())
         self._before = [self._observe(*known) for known in zip(totals, magnitudes, counts, *of_engine, strict=True)]
+        if self._weights is not None:  # of a step that was skipped as well, nothing may be left
+            for step, weight in zip(self._before, self._weights, strict=True):
+                step.moved = not torch.equal(step.weight, weight)
         for raw in self._raw:
             raw.clear()
         self._clip = self._adamw_clip()
@@ -204,6 +210,7 @@ class StepComparison:
             return []
         self._steps += 1
         weights = self._view.weights()
+        self._weights = weights if self._keep_state else None
         stale, states = self._view.stale_ranks(weights), self._view.states()
         return [
             self._record(*known)
@@ -304,6 +311,7 @@ class StepComparison:
             gradient=before.gradient,
             state=self._compare_state(references, state) if before.engine_gradient is not None else None,
             stale_ranks=stale_ranks,
+            moved_before=before.moved,
         )
         if record.ok:
             return record

@@ -22,6 +22,7 @@ from ds_muon.verify.reference import RowNormalization, muon_scale
 
 UNKNOWN = "no known fault explains it"
 STALE = "stale rank"
+OUTSIDE = "weights changed outside a step"
 AVERAGING = "gradient not averaged over ranks"
 OTHER_GRADIENT = "another gradient than the average"
 IDLE = "rank did not move"
@@ -88,6 +89,8 @@ def diagnose(evidence: Evidence) -> str:
         if evidence.expected.isfinite().all():
             reference = "the single-process step is: set nan_guard, and see DS_MUON_NAN_CAPTURE"
         return f"{NOT_FINITE}: the applied change is not, {reference}"
+    if record.moved_before:
+        return f"{OUTSIDE}: they are others than after the step before; a skipped one in between may have moved them"
     if record.stale_ranks:
         ranks = ", ".join(map(str, record.stale_ranks))
         return f"{STALE}: the model on rank {ranks} does not see the new weights"

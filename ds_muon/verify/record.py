@@ -49,6 +49,7 @@ class UpdateRecord:
             has overwritten it.
         state: momentum, or the worse of AdamW's moments, beside the same-dtype reference. None where it cannot be read.
         stale_ranks: ranks whose model does not see the rounded fp32 weights.
+        moved_before: whether the fp32 weights changed between the checked step before and this one.
         diagnosis: the fault that explains the errors; None where nothing is wrong.
     """
 
@@ -65,6 +66,7 @@ class UpdateRecord:
     gradient: Comparison | None
     state: Comparison | None
     stale_ranks: tuple[int, ...] = ()
+    moved_before: bool = False
     diagnosis: str | None = None
 
     @property
@@ -91,12 +93,17 @@ class UpdateRecord:
 
     @property
     def ok(self) -> bool:
-        return not self.stale_ranks and all(comparison.ok for comparison in self.comparisons.values())
+        return self._is_in_place and all(comparison.ok for comparison in self.comparisons.values())
+
+    @property
+    def _is_in_place(self) -> bool:
+        return not self.stale_ranks and not self.moved_before
 
     @property
     def excess(self) -> float:
         """How far the worst comparison is from its tolerance; above 1 is wrong."""
-        return math.inf if self.stale_ranks else max(comparison.excess for comparison in self.comparisons.values())
+        excesses = [comparison.excess for comparison in self.comparisons.values()]
+        return max(excesses) if self._is_in_place else math.inf
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> UpdateRecord:

@@ -185,6 +185,35 @@ def test_one_lost_element_is_found_though_it_is_nothing_in_the_norm_of_a_large_m
     assert wrong.against_fp64.ok or dtype == "float32"  # by the norm alone it would pass
 
 
+def check_with_a_change_between(config: dict[str, Any], skip: bool) -> list[list[UpdateRecord]]:
+    """Three steps; after the first, one weight of rank 0 changes by itself, or while a step is skipped."""
+    torch.manual_seed(0)
+    engine = start(GPT(MODEL), config)
+    check = UpdateCheck(engine)
+    zero, records = engine.optimizer, []
+    for step in range(3):
+        if step == 1 and torch.distributed.get_rank() == 0:
+            zero.single_partition_of_fp32_groups[0].data[7] += 1e-3
+        if step == 1 and skip:
+            tokens = torch.zeros(4, 17, dtype=torch.long, device=engine.device)
+            engine.backward(engine(tokens[:, :-1], tokens[:, 1:]) * torch.inf)
+            engine.step()
+            assert check.after_step() == []
+        train_gpt(engine, 1)
+        records.append(check.after_step())
+    return records
+
+
+@ranks
+@pytest.mark.parametrize("skip", [False, True])
+def test_weights_that_change_outside_a_step_are_found_and_named(skip: bool) -> None:
+    first, second, third = run_ranks(2, check_with_a_change_between, ds_config(), skip)[0]
+    assert all(record.ok for record in first)
+    wrong = [record for record in second if not record.ok]
+    assert len(wrong) == 1 and wrong[0].diagnosis.startswith("weights changed outside a step")
+    assert all(record.ok for record in third)
+
+
 def check_with_reduction(config: dict[str, Any], kind: str) -> list[UpdateRecord]:
     """ZeRO's average of each bucket is halved, or turned round."""
     torch.manual_seed(0)
