@@ -15,6 +15,7 @@ from pathlib import Path
 import ds_muon
 from ds_muon import planner
 from ds_muon.bench import newton_schulz
+from ds_muon.bench.chart import draw_costs
 from ds_muon.replay import replay
 from ds_muon.verify import table
 from ds_muon.verify.engine_view import CannotVerify
@@ -232,7 +233,11 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "model", choices=planner.MODELS, help="whose matrices; in the order of the model, one param group"
+        "models",
+        nargs="+",
+        metavar="MODEL",
+        choices=planner.MODELS,
+        help=f"whose matrices, in the order of the model, as one param group: {', '.join(planner.MODELS)}",
     )
     parser.add_argument(
         "--world-size", type=_positive, nargs="+", metavar="N", default=[2**i for i in range(13)],
@@ -246,20 +251,31 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     parser.add_argument("--link", type=_rate, default=50.0, metavar="GB/s", help="rate of a rank's link (default: 50)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
+    parser.add_argument("--chart", type=Path, metavar="FILE", help="draw the times against the ranks there (.png)")
     parser.set_defaults(run=_plan)
 
 
 def _plan(options: argparse.Namespace) -> int:
-    shapes, settings = planner.MODELS[options.model](), planner.default_settings()
-    costs = [planner.step_cost(shapes, world_size, settings) for world_size in options.world_size]
-    elements = sum(rows * cols for _, (rows, cols) in shapes)
-    print(f"{options.model}: {len(shapes)} matrices, {elements / 1e9:.2f}B elements; defaults on a GPU", end="")
-    print(f" ({options.tflops:g} TFLOP/s and {options.link:g} GB/s per rank)\n")
-    print(planner.table(costs, options.tflops, options.link))
+    if options.chart is not None and find_spec("matplotlib") is None:
+        print("ds-muon plan: --chart needs matplotlib: pip install 'ds-muon[plot]'", file=sys.stderr)
+        return COULD_NOT_RUN
+    settings = planner.default_settings()
+    costs: dict[str, list[planner.StepCost]] = {}
+    for model in options.models:
+        shapes = planner.MODELS[model]()
+        costs[model] = [planner.step_cost(shapes, world_size, settings) for world_size in options.world_size]
+        elements = sum(rows * cols for _, (rows, cols) in shapes)
+        print(f"{model}: {len(shapes)} matrices, {elements / 1e9:.2f}B elements; defaults on a GPU", end="")
+        print(f" ({options.tflops:g} TFLOP/s and {options.link:g} GB/s per rank)\n")
+        print(planner.table(costs[model], options.tflops, options.link), end="\n\n")
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps([asdict(cost) for cost in costs], indent=1) + "\n")
-        print(f"\nnumbers: {options.json}")
+        numbers = {model: [asdict(cost) for cost in of_model] for model, of_model in costs.items()}
+        options.json.write_text(json.dumps(numbers, indent=1) + "\n")
+        print(f"numbers: {options.json}")
+    if options.chart is not None:
+        draw_costs(options.chart, costs, options.tflops)
+        print(f"chart: {options.chart}")
     return 0
 
 

@@ -1,9 +1,11 @@
-"""A bar chart of what a bench measured."""
+"""Charts of what a bench measured, and of what a plan predicts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from ds_muon.planner import StepCost
 
 _COLOURS = ("#0072b2", "#56b4e9", "#999999", "#e69f00", "#ddcc77", "#882255", "#cc79a7", "#009e73")
 
@@ -33,6 +35,40 @@ def draw_bars(
     axes.axvline(1, color="#656d76", linewidth=0.8)
     axes.set_xlabel(axis)
     axes.set_title(title)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def draw_costs(path: Path, costs: Mapping[str, Sequence[StepCost]], tflops: float) -> None:
+    """Time of the most loaded rank's Newton-Schulz against the number of ranks, one colour per model. Writes ``path``.
+
+    Args:
+        costs: by model, at each world size.
+        tflops: rate of the iteration.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    axes = figure.add_subplot()
+    per_ms = 1e9 * tflops
+    for place, (model, of_model) in enumerate(costs.items()):
+        ranks, colour = [cost.world_size for cost in of_model], _COLOURS[place * 3 % len(_COLOURS)]
+        ours = [cost.busiest_flops / per_ms for cost in of_model]
+        each_holder = [cost.busiest_flops_each_holder / per_ms for cost in of_model]
+        mean = [cost.flops / cost.world_size / per_ms for cost in of_model]
+        axes.plot(ranks, ours, "o-", color=colour, markersize=4, label=f"{model}: each matrix once")
+        axes.plot(ranks, each_holder, "--", color=colour, linewidth=1.2, label=f"{model}: every holder")
+        axes.plot(ranks, mean, ":", color=colour, linewidth=1.2, label=f"{model}: mean over the ranks")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("ranks")
+    axes.set_ylabel(f"Newton-Schulz of the most loaded rank, ms at {tflops:g} TFLOP/s")
+    axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)

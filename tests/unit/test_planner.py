@@ -78,12 +78,16 @@ def test_the_table_has_times_at_the_given_rates() -> None:
 
 
 def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "out" / "plan.json"
-    assert cli.main(["plan", "gpt-124m", "--world-size", "3", "17", "--json", str(path)]) == 0
+    path, chart = tmp_path / "out" / "plan.json", tmp_path / "pictures" / "plan.png"
+    arguments = ["--world-size", "3", "17", "--json", str(path), "--chart", str(chart)]
+    assert cli.main(["plan", "gpt-124m", "gpt-303m", *arguments]) == 0
     found = json.loads(path.read_text())
-    assert [row["world_size"] for row in found] == [3, 17]
-    assert math.isclose(found[0]["flops"], step_cost(MODELS["gpt-124m"](), 3, SETTINGS).flops)
-    assert "gpt-124m: 72 matrices, 0.08B elements" in capsys.readouterr().out
+    assert list(found) == ["gpt-124m", "gpt-303m"]
+    assert [row["world_size"] for row in found["gpt-124m"]] == [3, 17]
+    assert math.isclose(found["gpt-124m"][0]["flops"], step_cost(MODELS["gpt-124m"](), 3, SETTINGS).flops)
+    assert chart.read_bytes().startswith(b"\x89PNG")
+    out = capsys.readouterr().out
+    assert "gpt-124m: 72 matrices, 0.08B elements" in out and "gpt-303m: 144 matrices" in out
 
 
 @pytest.mark.parametrize("arguments", [["no-model"], ["gpt-124m", "--world-size", "0"], ["gpt-124m", "--tflops", "-1"]])
