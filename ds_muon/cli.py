@@ -210,15 +210,11 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--dtype", choices=("auto", "float16", "bfloat16", "float32"), default="auto", help="of ours")
     parser.add_argument("--rounds", type=_positive, default=15, metavar="N", help="timings of each (default: 15)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
-    parser.add_argument("--chart", type=Path, metavar="FILE", help="draw a bar chart there (.png)")
+    _add_outputs(parser, "draw a bar chart there (.png)")
     parser.set_defaults(run=_bench_newton_schulz)
 
 
 def _bench_newton_schulz(options: argparse.Namespace) -> int:
-    if options.chart is not None and find_spec("matplotlib") is None:
-        print("ds-muon bench: --chart needs matplotlib: pip install 'ds-muon[plot]'", file=sys.stderr)
-        return COULD_NOT_RUN
     return newton_schulz.run(options.shapes, options.dtype, options.rounds, options.json, options.chart)
 
 
@@ -250,15 +246,11 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="rate of the iteration per rank (default: 400; see bench newton-schulz)",
     )
     parser.add_argument("--link", type=_rate, default=50.0, metavar="GB/s", help="rate of a rank's link (default: 50)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
-    parser.add_argument("--chart", type=Path, metavar="FILE", help="draw the times against the ranks there (.png)")
+    _add_outputs(parser, "draw the times against the ranks there (.png)")
     parser.set_defaults(run=_plan)
 
 
 def _plan(options: argparse.Namespace) -> int:
-    if options.chart is not None and find_spec("matplotlib") is None:
-        print("ds-muon plan: --chart needs matplotlib: pip install 'ds-muon[plot]'", file=sys.stderr)
-        return COULD_NOT_RUN
     settings = planner.default_settings()
     costs: dict[str, list[planner.StepCost]] = {}
     for model in options.models:
@@ -277,6 +269,18 @@ def _plan(options: argparse.Namespace) -> int:
         draw_costs(options.chart, costs, options.tflops)
         print(f"chart: {options.chart}")
     return 0
+
+
+def _add_outputs(parser: argparse.ArgumentParser, picture: str) -> None:
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
+    parser.add_argument("--chart", type=_chart, metavar="FILE", help=picture)
+
+
+def _chart(text: str) -> Path:
+    """Refused before anything is measured."""
+    if find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("it needs matplotlib: pip install 'ds-muon[plot]'")
+    return Path(text)
 
 
 def _rate(text: str) -> float:

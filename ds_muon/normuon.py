@@ -15,8 +15,8 @@ class RowVariance:
     """Where the rows of one param group's matrices lie in its ``row_variance``, and the moments that a step stages.
 
     A row's moment is advanced by the rank that orthogonalizes its matrix. So few numbers are worth keeping whole on
-    every rank: they outlast any partition. A step calls ``factors`` for each batch of a rank's matrices, then ``agree``
-    on every rank, then ``commit``, unless it is skipped.
+    every rank: they outlast any partition. A step calls ``begin``, ``factors`` for each batch of a rank's matrices,
+    ``agree`` on every rank, and ``commit``, unless it is skipped.
 
     Args:
         rows: name and number of rows of every matrix of the group, in the group's order.
@@ -27,14 +27,23 @@ class RowVariance:
     def __init__(self, rows: Sequence[tuple[str, int]], beta2: float, process_group: dist.ProcessGroup | None) -> None:
         self._beta2 = beta2
         self._process_group = process_group
-        self._staged: Tensor | None = None
+        self._staged = torch.empty(0)
         self._where: dict[tuple[str, ...], Tensor] = {}
         self._rows: dict[str, tuple[int, int]] = {}
         start = 0
         for name, count in rows:
             self._rows[name] = (start, count)
             start += count
-        self._total = start
+
+    def begin(self, variance: Tensor) -> None:
+        """Stage zeros, so that a sum over ranks brings together what each one stages.
+
+        Args:
+            variance: (rows, 1) fp32, the current moments of the group; not modified.
+        """
+        if self._staged.shape != variance.shape or self._staged.device != variance.device:
+            self._staged = torch.empty_like(variance)
+        self._staged.zero_()
 
     def of(self, variance: Tensor, name: str) -> Tensor:
         """The (rows,) moments of one matrix, a view of the group's (rows, 1)."""
@@ -53,28 +62,16 @@ class RowVariance:
         """
         where = self._indices(tuple(names), variance.device)
         advanced, factors = advance_row_variance(orthogonal, variance.view(-1)[where], beta2=self._beta2)
-        self._stage(variance.device)[where] = advanced
+        self._staged.view(-1)[where] = advanced
         return factors
 
-    def agree(self, device: torch.device) -> None:
+    def agree(self) -> None:
         """Bring the staged moments of all ranks together. A collective, and exact: one rank stages a row."""
-        dist.all_reduce(self._stage(device), group=self._process_group)
+        dist.all_reduce(self._staged, group=self._process_group)
 
     def commit(self, variance: Tensor) -> None:
         """Overwrite the current moments with the staged ones."""
-        if self._staged is not None:
-            variance.view(-1).copy_(self._staged)
-            self._staged = None
-
-    def discard(self) -> None:
-        """Forget what was staged."""
-        self._staged = None
-
-    def _stage(self, device: torch.device) -> Tensor:
-        """Zeros at the beginning of a step, so that a sum over ranks brings together what each has staged."""
-        if self._staged is None:
-            self._staged = torch.zeros(self._total, device=device)
-        return self._staged
+        variance.copy_(self._staged)
 
     def _indices(self, names: tuple[str, ...], device: torch.device) -> Tensor:
         """Where the rows of some matrices lie: (len(names), rows) int64. Kept, for the same batches come every step."""

@@ -65,25 +65,25 @@ class MuonGroup:
         whole = [(matrix, piece.view(matrix.rows, matrix.cols)) for matrix, piece in pieces if not matrix.straddles]
         inputs = whole + list(zip(self.exchange.owned, self.exchange.gather(partition), strict=True))
         straddling: dict[int, Tensor] = {}
-        if self.row_variance is not None:
-            self.row_variance.discard()  # of a step that was skipped
+        if self.row_variance is not None and variance is not None:
+            self.row_variance.begin(variance)
         for indices in batches([u for _, u in inputs], settings):
             batch = [inputs[i] for i in indices]
             outputs = self._orthogonalize(batch, settings)
             for index, output, factor in zip(indices, outputs, self._factors(batch, outputs, variance), strict=False):
                 u = inputs[index][1]
                 if factor is not None:
-                    output = torch.mul(output, factor, out=u)
+                    torch.mul(output, factor, out=u)
                 elif index < len(whole):
                     u.copy_(output)
                 if index >= len(whole):
-                    # Not a view, which would keep its whole batch alive.
-                    straddling[index] = output.clone()
+                    # Not a view of the outputs, which would keep the whole batch alive.
+                    straddling[index] = output.clone(memory_format=torch.contiguous_format) if factor is None else u
             del outputs, output
         dtype = settings.dtype if variance is None else torch.float32
         self.exchange.scatter([output for _, output in sorted(straddling.items())], partition, dtype)
         if self.row_variance is not None:
-            self.row_variance.agree(partition.device)
+            self.row_variance.agree()
         for matrix, piece in pieces:
             scale = update_scale(self._adjust_lr_fn, matrix.rows, matrix.cols)
             if scale != 1:

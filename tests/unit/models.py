@@ -77,6 +77,14 @@ def start(model: nn.Module, config: dict[str, Any], **kwargs: Any) -> Any:
     return engine
 
 
+def start_groups(shapes: Shapes, config: dict[str, Any], groups: int = 1) -> Any:
+    """An engine for ``PrescribedGradients`` in one param group, or in two that take turns."""
+    model = PrescribedGradients(shapes)
+    parameters = list(model.parameters())
+    dealt = [{"params": parameters[first::groups]} for first in range(groups)]
+    return start(model, config, model_parameters=parameters if groups == 1 else dealt)
+
+
 def train_step(engine: Any, *inputs: Any) -> None:
     """Forward, backward and step on one micro-batch."""
     engine.backward(engine(*inputs))

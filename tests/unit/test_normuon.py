@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from ds_muon import muon_update, reference_newton_schulz
 from ds_muon.update import advance_row_variance, update_scale
 from ds_muon.verify import UpdateCheck, UpdateRecord
-from tests.unit.models import PrescribedGradients, ds_config, full_weights, start, train_step
+from tests.unit.models import PrescribedGradients, ds_config, full_weights, start, start_groups, train_step
 from tests.unit.ranks import run_ranks
 from tests.unit.test_newton_schulz import gaussian
 from tests.unit.test_step import SHAPES, assert_equal, exact_gradients, muon_names, train
@@ -138,11 +139,7 @@ def variances(engine: Any) -> dict[str, Tensor]:
 
 
 def train_variances(config: dict[str, Any], steps: int, groups: int) -> dict[str, Tensor]:
-    model = PrescribedGradients(SHAPES)
-    parameters: Any = list(model.parameters())
-    if groups == 2:
-        parameters = [{"params": parameters[::2]}, {"params": parameters[1::2]}]
-    engine = start(model, config, model_parameters=parameters)
+    engine = start_groups(SHAPES, config, groups)
     for step in range(steps):
         train_step(engine, exact_gradients(SHAPES, step, engine.device))
     return variances(engine)
@@ -172,19 +169,18 @@ def test_weights_and_variances_are_bit_equal_for_any_cut(
 
 
 def apply_muon_update(shapes: list[tuple[int, ...]], steps: int) -> dict[str, Tensor]:
-    model = PrescribedGradients(shapes)
-    state = [(torch.zeros(shape), torch.zeros(shape[0])) for shape in shapes]
+    device = torch.device(get_accelerator().current_device_name())
+    model = PrescribedGradients(shapes).to(device)
+    state = [(torch.zeros(shape, device=device), torch.zeros(shape[0], device=device)) for shape in shapes]
     for step in range(steps):
-        gradients = exact_gradients(shapes, step, torch.device("cpu"))
+        gradients = exact_gradients(shapes, step, device)
         for p, g, (momentum_buffer, row_variance) in zip(model.parameters(), gradients, state, strict=True):
             p.data -= 0.02 * muon_update(g, momentum_buffer, row_variance=row_variance, beta2=0.8)
-    return {name: p.detach() for name, p in model.named_parameters()}
+    return {name: p.detach().cpu() for name, p in model.named_parameters()}
 
 
 @pytest.mark.ranks
 def test_the_engine_applies_exactly_what_muon_update_returns() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("the expected weights are computed on CPU")
     (expected,) = run_ranks(1, apply_muon_update, SHAPES[:4], 3)
     config = ds_config({"variant": "normuon", "beta2": 0.8})
     assert_equal(run_ranks(2, train, SHAPES[:4], config, 3)[0], expected)

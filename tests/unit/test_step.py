@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ds_muon import stage
 from ds_muon.update import muon_update
-from tests.unit.models import PrescribedGradients, ds_config, full_weights, start, train_step
+from tests.unit.models import PrescribedGradients, ds_config, full_weights, start, start_groups, train_step
 from tests.unit.ranks import run_ranks
 from tests.unit.test_newton_schulz import cut_into
 
@@ -34,11 +34,7 @@ def train(
     shapes: list[tuple[int, ...]], config: dict[str, Any], steps: int, scale: float = 1.0, groups: int = 1
 ) -> dict[str, Tensor]:
     """Train on exact gradients (times ``scale``) and return all weights; the same on every rank."""
-    model = PrescribedGradients(shapes)
-    parameters: Any = list(model.parameters())
-    if groups == 2:
-        parameters = [{"params": parameters[::2]}, {"params": parameters[1::2]}]
-    engine = start(model, config, model_parameters=parameters)
+    engine = start_groups(shapes, config, groups)
     for step in range(steps):
         train_step(engine, [g * scale for g in exact_gradients(shapes, step, engine.device)])
     weights = full_weights(engine)
@@ -330,17 +326,19 @@ def test_a_torch_scheduler_scales_both_rates_and_does_not_complain() -> None:
 # ---- non-finite gradients -------------------------------------------------------------------------------------------
 
 
-def step_with_nan(config: dict[str, Any], position: int, bad_rank: int) -> dict[str, Any]:
+def step_with_nan(config: dict[str, Any], position: int | None, bad_rank: int) -> dict[str, Any]:
+    """Two steps; between them one in which a gradient of one rank has a NaN, or none at all."""
     shapes = [(16, 16), (5,), (16, 8), (3,)]
     model = PrescribedGradients(shapes)
     parameters = list(model.parameters())
     engine = start(model, config, model_parameters=[{"params": parameters[:2]}, {"params": parameters[2:]}])
     train_step(engine, exact_gradients(shapes, 0, engine.device))
     before, momentum = full_weights(engine), state_of(engine)
-    gradients = exact_gradients(shapes, 1, engine.device)
-    if torch.distributed.get_rank() == bad_rank:
-        gradients[position].view(-1)[0] = float("nan")
-    train_step(engine, gradients)
+    if position is not None:
+        gradients = exact_gradients(shapes, 1, engine.device)
+        if torch.distributed.get_rank() == bad_rank:
+            gradients[position].view(-1)[0] = float("nan")
+        train_step(engine, gradients)
     after, momentum_after = full_weights(engine), state_of(engine)
     skipped = engine.skipped_steps
     train_step(engine, exact_gradients(shapes, 2, engine.device))
@@ -349,6 +347,7 @@ def step_with_nan(config: dict[str, Any], position: int, bad_rank: int) -> dict[
         and all(torch.equal(a, b) for a, b in zip(momentum, momentum_after, strict=True)),
         "skipped": skipped,
         "weights": full_weights(engine),
+        "state": state_of(engine),
     }
 
 
@@ -361,9 +360,13 @@ def state_of(engine: Any) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_nan_on_one_rank_moves_nothing_anywhere(dtype: str, position: int) -> None:
     config = ds_config({"weight_decay": 0.1}, dtype=dtype)
-    for found in run_ranks(2, step_with_nan, config, position, 1):
+    clean = run_ranks(2, step_with_nan, config, None, 1)
+    for found, other in zip(run_ranks(2, step_with_nan, config, position, 1), clean, strict=True):
         assert found["untouched"] and found["skipped"] == 1
         assert all(weight.isfinite().all() for weight in found["weights"].values())
+        # The next step is that of a run that never saw the bad batch.
+        assert_equal(found["weights"], other["weights"])
+        assert all(torch.equal(a, b) for a, b in zip(found["state"], other["state"], strict=True))
 
 
 # ---- spikes ---------------------------------------------------------------------------------------------------------
