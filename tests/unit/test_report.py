@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 from ds_muon import report
+from ds_muon.report import layout
+from ds_muon.report import page as page_module
 from ds_muon.verify.inject import FAULTS
 from ds_muon.verify.record import Comparison, UpdateRecord, VerifyResult
 
@@ -161,7 +163,7 @@ def pixels_by_colour(path: Path) -> dict[str, int]:
     """How many pixels of a PNG file have each of the colours that the report knows."""
     image = pytest.importorskip("matplotlib.image").imread(path)
     packed = (image[..., :3] * 255).round().astype("uint32") @ [1 << 16, 1 << 8, 1]
-    return {name: int((packed == int(light[1:], 16)).sum()) for name, (light, _) in report._COLOURS.items()}
+    return {name: int((packed == int(light[1:], 16)).sum()) for name, (light, _) in layout.COLOURS.items()}
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -232,11 +234,11 @@ def test_page_is_well_formed_and_needs_nothing_else() -> None:
 def test_page_follows_light_and_dark_mode_with_every_colour() -> None:
     css = page(sample()).of("style")[0].text
     light, dark = css.split("@media (prefers-color-scheme: dark)", 1)
-    for name, shades in report._COLOURS.items():
+    for name, shades in layout.COLOURS.items():
         assert f"--{name}: {shades[0]};" in light
         assert f"--{name}: {shades[1]};" in dark
     used = {c for e in page(sample()).elements if "svg" in e.inside for c in (e.attributes.get("class") or "").split()}
-    assert used <= {*report._COLOURS, "padding", "bold", "mono"}
+    assert used <= {*layout.COLOURS, "padding", "bold", "mono"}
 
 
 def test_text_is_escaped_in_picture_and_table() -> None:
@@ -265,7 +267,7 @@ def test_table_tells_holders_owner_and_comparisons() -> None:
         sample(), "muon.1.weight", state=Comparison(2e-3, 1e-6), cosine=0.25, stale_ranks=(0, 1), diagnosis="stale rank"
     )
     result = changed(result, "muon.1.weight", cuts=((0, 400), (1, 200)), owner=1)
-    columns = [title for title, _ in report._COLUMNS]
+    columns = [title for title, _ in page_module.COLUMNS]
     first = {title: table_column(result, i)[0] for i, title in enumerate(columns)}
     assert first == {
         "parameter": "muon.1.weight",
@@ -297,9 +299,9 @@ def test_versions_and_facts_are_told() -> None:
 def test_pieces_are_as_long_as_their_share_in_strip_and_row() -> None:
     parsed = page(sample((500, 1000, 900)))
     strip, row = parsed.pieces("muon.1.weight")
-    width, bar = report._RIGHT - report._LEFT, report._BAR_END - report._BAR
+    width, bar = layout.RIGHT - layout.LEFT, layout.BAR_END - layout.BAR
     assert [box.number("width") for box in strip] == pytest.approx([width * 700 / 2400, width * 300 / 2400], abs=0.01)
-    assert strip[0].number("x") == pytest.approx(report._LEFT + width * 500 / 2400, abs=0.01)
+    assert strip[0].number("x") == pytest.approx(layout.LEFT + width * 500 / 2400, abs=0.01)
     assert [box.number("width") for box in row] == pytest.approx([bar * 0.7, bar * 0.3], abs=0.01)
     assert [box.attributes["class"] for box in strip] == [box.attributes["class"] for box in row] == ["rank0", "rank1"]
     assert [box.title for box in row] == [f"muon.1.weight: {n} elements on rank {i}" for i, n in ((0, 700), (1, 300))]
@@ -321,9 +323,9 @@ def test_a_straddling_parameter_meets_its_boundary_though_padding_lies_before_it
     result = sample((500, 400), partition_size=600, adamw=())
     result = changed(result, "muon.1.weight", cuts=((0, 60), (1, 340)))  # 40 elements of alignment before it
     (first, second), _ = page(result).pieces("muon.1.weight")
-    middle = (report._LEFT + report._RIGHT) / 2
+    middle = (layout.LEFT + layout.RIGHT) / 2
     assert second.number("x") == pytest.approx(middle, abs=0.01)
-    assert first.number("width") == pytest.approx((report._RIGHT - report._LEFT) * 60 / 1200, abs=0.01)
+    assert first.number("width") == pytest.approx((layout.RIGHT - layout.LEFT) * 60 / 1200, abs=0.01)
 
 
 def test_only_straddling_matrices_are_marked_with_their_owner() -> None:
@@ -361,9 +363,9 @@ def test_labels_of_narrow_partitions_do_not_run_into_each_other() -> None:
 
 def test_ranks_have_eight_different_colours_in_each_mode() -> None:
     for mode in (0, 1):
-        ranks = {shades[mode] for name, shades in report._COLOURS.items() if name.startswith("rank")}
+        ranks = {shades[mode] for name, shades in layout.COLOURS.items() if name.startswith("rank")}
         assert len(ranks) == 8
-        assert report._COLOURS["alarm"][mode] not in ranks
+        assert layout.COLOURS["alarm"][mode] not in ranks
 
 
 def test_empty_parameters_are_drawn_with_no_length(tmp_path: Path) -> None:
@@ -404,7 +406,7 @@ def test_any_error_and_tolerance_is_drawn_inside_the_picture(tmp_path: Path, err
     result = changed(sample(), "muon.0.weight", against_fp64=comparison, against_same_dtype=comparison)
     for parsed in (page(result), page(sample((600,), adamw=(), records=result.records[:1]))):
         xs = [e.number(k) for e in parsed.elements for k in ("x", "x1", "x2", "cx") if k in e.attributes]
-        assert all(0 <= x <= report._WIDTH for x in xs)
+        assert all(0 <= x <= layout.WIDTH for x in xs)
     pytest.importorskip("matplotlib")
     report.draw_updates(result, tmp_path / "updates.png")
 
@@ -485,15 +487,15 @@ def hundred() -> VerifyResult:
 
 
 def test_of_many_parameters_the_picture_keeps_wrong_straddling_and_worst_ones_in_flat_order() -> None:
-    rows = report._rows(hundred())
-    shown = report._selected(rows, 60)
+    rows = layout.rows_of(hundred())
+    shown = layout.selected_rows(rows, 60)
     names = [row.placed.name for row in shown]
     straddling = [row.placed.name for row in rows if row.placed.straddles]
     assert len(names) == 60 and len(straddling) == 2
     assert {"muon.7.weight", "muon.99.weight", *straddling} <= set(names)
     assert shown == [row for row in rows if row.placed.name in names]
-    picture = report._picture(hundred(), rows, shown, heading=True)
-    text = [shape.text for shape in picture.shapes if isinstance(shape, report._Words)]
+    picture = layout.picture_of(hundred(), rows, shown, heading=True)
+    text = [shape.text for shape in picture.shapes if isinstance(shape, layout.Words)]
     assert sum(t.startswith("muon.") for t in text) == 60
     assert any(t.startswith("40 more") for t in text)
 
@@ -501,7 +503,7 @@ def test_of_many_parameters_the_picture_keeps_wrong_straddling_and_worst_ones_in
 def test_no_wrong_parameter_is_left_out_however_many() -> None:
     result = sample([600] * 100, adamw=())
     wrong = replace(result, records=tuple(replace(r, stale_ranks=(1,)) for r in result.records))
-    assert len(report._selected(report._rows(wrong), 60)) == 100
+    assert len(layout.selected_rows(layout.rows_of(wrong), 60)) == 100
 
 
 def test_page_shows_all_of_many_parameters_and_the_picture_can_be_drawn(tmp_path: Path) -> None:
@@ -518,7 +520,7 @@ def test_long_names_keep_their_end_and_dollars_are_no_formula(tmp_path: Path) ->
     long = "model." + "very_long_module_name." * 5 + "attn.q.weight"
     result = sample(names=[long, r"a$\frac$b"])
     shown = page(result).texts("weight$")[0]
-    assert shown.endswith("attn.q.weight") and len(shown) == report._NAME_CHARACTERS
+    assert shown.endswith("attn.q.weight") and len(shown) == layout.NAME_CHARACTERS
     assert long in table_column(result, 0)
     pytest.importorskip("matplotlib")
     report.draw_updates(result, tmp_path / "updates.png")
