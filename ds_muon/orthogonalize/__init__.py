@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,7 +12,6 @@ from torch import Tensor
 from ds_muon.orthogonalize import newton_schulz
 from ds_muon.orthogonalize.backends import BACKENDS, choose_backend
 from ds_muon.orthogonalize.coefficients import COEFFICIENTS, CoefficientTable, Triple, schedule
-from ds_muon.orthogonalize.graphs import GraphCache
 from ds_muon.orthogonalize.reference import reference_newton_schulz
 from ds_muon.orthogonalize.torch_backend import exact_products
 
@@ -30,9 +28,7 @@ __all__ = [
     "schedule",
 ]
 
-_GRAPHS = GraphCache()
-
-# Upper bound of the temporaries of one batch, in bytes. A larger batch is worked off in chunks.
+# Upper bound of the temporaries of one batch, in bytes. A larger batch is worked off in chunks of about equal size.
 WORKSPACE_BYTES = 1 << 30
 
 
@@ -105,8 +101,10 @@ def orthogonalize(matrices: Sequence[Tensor], settings: NewtonSchulz) -> list[Te
     own; in half precision on GPUs that rests on the vendor's batched product (see the README for where it holds).
     """
     outputs: dict[int, Tensor] = {}
+    lent = BACKENDS[settings.backend]().lends
     for indices in batches(matrices, settings):
         batch = orthogonalize_batch([matrices[i] for i in indices], settings)
+        batch = batch.clone() if lent else batch
         outputs.update(zip(indices, batch.unbind(), strict=True))
     return [outputs[index] for index in range(len(matrices))]
 
@@ -118,12 +116,11 @@ def batches(matrices: Sequence[Tensor], settings: NewtonSchulz) -> Iterator[Sequ
     for index, matrix in enumerate(matrices):
         by_shape.setdefault(matrix.shape, []).append(index)
     for (rows, cols), indices in by_shape.items():
-        # A copy in fp32, one in fp64 for the norm; X before and after, and four of the size of the Gram matrix.
-        bytes_each = 12 * rows * cols + settings.dtype.itemsize * (2 * rows * cols + 4 * min(rows, cols) ** 2)
+        limit = max(1, WORKSPACE_BYTES // backend.workspace(rows, cols, settings.dtype))
         alone = backend.alone(matrices[indices[0]].device, settings.dtype)
-        size = 1 if alone else max(1, WORKSPACE_BYTES // bytes_each)
-        for start in range(0, len(indices), size):
-            yield indices[start : start + size]
+        chunks = len(indices) if alone else -(-len(indices) // limit)
+        for chunk in range(chunks):
+            yield indices[len(indices) * chunk // chunks : len(indices) * (chunk + 1) // chunks]
 
 
 def orthogonalize_batch(matrices: Sequence[Tensor], settings: NewtonSchulz) -> Tensor:
@@ -134,18 +131,20 @@ def orthogonalize_batch(matrices: Sequence[Tensor], settings: NewtonSchulz) -> T
         settings: see ``NewtonSchulz``.
 
     Returns:
-        (batch, rows, cols) of dtype ``settings.dtype``; for tall matrices a transposed view.
+        (batch, rows, cols) of dtype ``settings.dtype``. The next call may overwrite it.
     """
     rows, cols = matrices[0].shape
     backend = BACKENDS[settings.backend]()
     form = settings.form(rows, cols)
     iterate = newton_schulz.gram if form == "gram" else newton_schulz.standard
-    iterate = partial(iterate, triples=settings.triples, ops=backend)
     exact = exact_products() if settings.dtype == torch.float32 else nullcontext()
     # The iteration has its own dtype: a caller's autocast must not choose another.
     with torch.no_grad(), torch.autocast(matrices[0].device.type, enabled=False), exact:
-        x = backend.normalize(matrices, settings.dtype, settings.eps)
-        x = x.mT if rows > cols else x
-        flops = len(matrices) * settings.cost(rows, cols)
-        wide = _GRAPHS.run((form, settings), x, flops, iterate) if backend.replays else iterate(x)
-    return wide.mT if rows > cols else wide
+        return backend.run(
+            matrices,
+            lambda x, out: iterate(x, settings.triples, backend, out),
+            key=(form, settings),
+            dtype=settings.dtype,
+            eps=settings.eps,
+            flops=len(matrices) * settings.cost(rows, cols),
+        )

@@ -1,76 +1,105 @@
-"""CUDA graphs of the iteration for small batches, whose launches take the host longer than the GPU needs for the work.
+"""CUDA graphs of the iteration, for batches whose launches take the host longer than the GPU needs for the work.
 
 A graph is captured the second time that a kind of batch comes by, and replayed from then on. It is the same kernels on
-the same numbers: the results are the same, bit for bit.
+the same numbers: the results are the same, bit for bit. Inside a graph, parts of a batch run on streams of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-# Floating-point operations of a batch up to which the GPU is done before the host has launched it: about 2 ms.
-_FEW = 1_500_000_000_000
-# What all graphs may keep of inputs and outputs, in bytes. Their temporaries share one pool.
-_KEPT_BYTES = 256 << 20
+# Floating-point operations of a batch up to which a graph pays: about 4 ms of an H100.
+_FEW = 3_000_000_000_000
+# What all graphs may keep of results, in bytes. Their temporaries share one pool.
+_KEPT_BYTES = 512 << 20
 
-Iterate = Callable[[Tensor], Tensor]
+Work = Callable[[Tensor], Tensor]
 
 
 class GraphCache:
-    """Graphs by kind of batch; memory for inputs and outputs stays allocated, up to 256 MiB in all."""
+    """Graphs by kind of batch. Memory for results stays allocated, and for the temporaries of the largest batch."""
 
     def __init__(self) -> None:
         self._graphs: dict[Hashable, _Graph | None] = {}
         self._kept = 0
         self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
 
-    def run(self, key: Hashable, x: Tensor, flops: int, iterate: Iterate) -> Tensor:
-        """``iterate(x)``, through a graph if that pays.
+    def run(self, key: Hashable, source: Tensor, work: Work, *, flops: int, nbytes: int) -> Tensor:
+        """``work(source)``, through a graph if that pays.
 
         Args:
-            key: all that ``iterate`` depends on but ``x``.
-            x: not modified.
+            key: all that ``work`` depends on but the values of ``source``.
+            source: small; not modified.
             flops: of the batch.
+            nbytes: of the result.
 
         Returns:
-            A tensor of its own.
+            What may be overwritten in the next call.
         """
-        if not x.is_cuda or flops > _FEW or torch.cuda.is_current_stream_capturing():
-            return iterate(x)
-        key = (key, x.device, x.shape, x.stride(), x.dtype)
+        if not source.is_cuda or flops > _FEW or torch.cuda.is_current_stream_capturing():
+            return work(source)
         if key not in self._graphs:
             self._graphs[key] = None  # what comes once, as in a test, is not worth a graph; and this compiles kernels
-            return iterate(x)
+            return work(source)
+        stream = torch.cuda.current_stream(source.device)
+        if self._stream is not None and self._stream != stream:
+            stream.wait_stream(self._stream)  # graphs share their temporaries
+        self._stream = stream
         graph = self._graphs[key]
         if graph is None:
-            size = 2 * x.numel() * x.element_size()
-            if self._kept + size > _KEPT_BYTES:
-                return iterate(x)
+            if self._kept + nbytes > _KEPT_BYTES:
+                return work(source)
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
-            graph = self._graphs[key] = _Graph(x, iterate, self._pool)
-            self._kept += size
-        return graph.replay(x)
+            graph = self._graphs[key] = _Graph(source, work, self._pool)
+            self._kept += nbytes
+        return graph.replay(source)
 
 
 class _Graph:
-    def __init__(self, x: Tensor, iterate: Iterate, pool: Any) -> None:
-        self._x = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    def __init__(self, source: Tensor, work: Work, pool: Any) -> None:
+        self._source = source.clone()
         self._graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream(x.device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(x.device))
+        stream = torch.cuda.Stream(source.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(source.device))
         with torch.cuda.stream(stream):
             # Other threads, such as NCCL's watchdog, may go on talking to the device.
             self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            self._out = iterate(self._x)
+            self._out = work(self._source)
             self._graph.capture_end()
-        torch.cuda.current_stream(x.device).wait_stream(stream)
+        torch.cuda.current_stream(source.device).wait_stream(stream)
 
-    def replay(self, x: Tensor) -> Tensor:
-        self._x.copy_(x)
+    def replay(self, source: Tensor) -> Tensor:
+        self._source.copy_(source)
         self._graph.replay()
-        return self._out.clone()
+        return self._out
+
+
+_T = TypeVar("_T")
+
+
+def overlapped(parts: Sequence[tuple[Callable[[], _T], Callable[[_T], object]]]) -> None:
+    """Run ``second(first())`` of all parts: in a graph each on a stream of its own, else one after another.
+
+    The first halves, which load, do not run beside each other, but beside the second half of the part before.
+    """
+    if len(parts) == 1 or not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
+        for first, second in parts:
+            second(first())
+        return
+    origin = torch.cuda.current_stream()
+    streams = [torch.cuda.Stream() for _ in parts]  # type: ignore[no-untyped-call]
+    loaded = origin.record_event()
+    for stream, (first, second) in zip(streams, parts, strict=True):
+        stream.wait_event(loaded)
+        with torch.cuda.stream(stream):
+            begun = first()
+            loaded = stream.record_event()
+            second(begun)
+    for stream in streams:
+        origin.wait_stream(stream)

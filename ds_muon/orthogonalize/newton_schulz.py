@@ -1,17 +1,17 @@
-"""The Newton-Schulz iteration, written over four batched operations.
+"""The Newton-Schulz iteration, written over three batched operations.
 
 Both forms apply the same polynomial to the singular values of X. ``standard`` multiplies X in every step. ``gram``
 (Dao-AILab, gram-newton-schulz, 2026) iterates on the small Gram matrix R = X X^T and multiplies X only where it
-restarts and at the end, which saves work when X is wide. A backend is a table of the four operations.
+restarts and at the end, which saves work when X is wide. A backend is a table of the operations.
 
-Shapes: X is (batch, m, n) with m <= n; R, Z, Q, T are (batch, m, m). Everything is in one dtype; products of
+Shapes: X is (batch, m, n) with m <= n; R, W, Q, T are (batch, m, m). Everything is in one dtype; products of
 half-precision operands accumulate in fp32, unless the user has allowed torch less.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -26,23 +26,39 @@ from ds_muon.orthogonalize.coefficients import Triple
 _ALLOWED_GROWTH = {torch.float32: 5e-7, torch.float16: 0.07, torch.bfloat16: 0.05}
 
 
+Iterate = Callable[[Tensor, Tensor | None], Tensor]
+"""``standard`` or ``gram`` with all but X and the memory for the result settled."""
+
+
 class Operations(Protocol):
-    """A backend: four products, and what comes before them. No operand is modified.
+    """A backend: three products, and what comes before and around them. No operand is modified.
 
     The symmetric products may compute one triangle only and mirror it. Results may have any strides.
     """
 
-    replays: bool
-    """Whether its launches are worth replaying from a CUDA graph."""
+    lends: bool
+    """Whether a result of ``run`` is lent until the next call, which may overwrite it."""
 
     def alone(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether a matrix must be a batch of its own, for its result might depend on what shares its batch."""
 
-    def normalize(self, matrices: Sequence[Tensor], dtype: torch.dtype, eps: float) -> Tensor:
-        """Each (rows, cols) fp32 matrix over its largest magnitude, then over its Frobenius norm, as one batch.
+    def workspace(self, rows: int, cols: int, dtype: torch.dtype) -> int:
+        """Bytes that ``run`` allocates for each (rows, cols) matrix of a batch, its result included."""
 
-        The first division keeps the squares of the second in range, so that U and c U give the same result for any
-        scale fp32 can hold. ``eps`` guards the division by a zero norm, and nothing else.
+    def run(
+        self, matrices: Sequence[Tensor], iterate: Iterate, *, key: object, dtype: torch.dtype, eps: float, flops: int
+    ) -> Tensor:
+        """Normalize the matrices, (rows, cols) in fp32 each, and iterate on them as one batch.
+
+        Each is divided by its largest magnitude, then by its Frobenius norm. The first division keeps the squares of
+        the second in range, so that U and c U give the same result for any scale fp32 can hold.
+
+        Args:
+            iterate: gets X, transposed where that is wide, and memory for its result or None.
+            key: says which iteration ``iterate`` is.
+            dtype: of the iteration.
+            eps: guards the division by a zero norm, and nothing else.
+            flops: of the batch.
 
         Returns:
             (batch, rows, cols) of ``dtype``, in storage that shares nothing with ``matrices``.
@@ -51,45 +67,39 @@ class Operations(Protocol):
     def symmetric(self, a: Tensor, b: Tensor) -> Tensor:
         """``a @ b``, known to be symmetric."""
 
-    def symmetric_plus(self, a: Tensor, b: Tensor, c: Tensor, *, alpha: float, beta: float) -> Tensor:
-        """``alpha a @ b + beta c``, known to be symmetric."""
+    def polynomial(self, r: Tensor, triple: Triple) -> Tensor:
+        """``a I + b R + c R^2`` for ``triple = (a, b, c)``. With c = 0 it needs no product."""
 
-    def product(self, a: Tensor, b: Tensor) -> Tensor:
-        """``a @ b``."""
-
-    def product_plus(self, a: Tensor, b: Tensor, c: Tensor, *, beta: float) -> Tensor:
-        """``a @ b + beta c``."""
+    def product(self, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+        """``a @ b``, in ``out`` if that is given."""
 
 
-def standard(x: Tensor, triples: Sequence[Triple], ops: Operations) -> Tensor:
-    """``X <- a X + (b R + c R^2) X`` with ``R = X X^T``, once per triple."""
-    for a, b, c in triples:
-        r = ops.symmetric(x, x.mT)
-        x = ops.product_plus(_tail(r, b, c, ops), x, x, beta=a)
-    return x
+def standard(x: Tensor, triples: Sequence[Triple], ops: Operations, out: Tensor | None = None) -> Tensor:
+    """``X <- (a I + b R + c R^2) X`` with ``R = X X^T``, once per triple."""
+    return _iterate(x, [[triple] for triple in triples], ops, out)
 
 
-def gram(x: Tensor, triples: Sequence[Triple], ops: Operations) -> Tensor:
-    """The same polynomial through the Gram matrix, in ``restart_blocks``.
+def gram(x: Tensor, triples: Sequence[Triple], ops: Operations, out: Tensor | None = None) -> Tensor:
+    """The same polynomial through the Gram matrix, in ``restart_blocks``."""
+    return _iterate(x, restart_blocks(triples, x.dtype), ops, out)
 
-    With ``p(R) = a I + Z``, ``Z = b R + c R^2``, a step maps ``X`` to ``p(R) X`` and ``R`` to ``p(R) R p(R)``; ``Q``
-    collects the factors that X has yet to be multiplied with. All of them are polynomials in R, hence symmetric.
+
+def _iterate(x: Tensor, blocks: Sequence[Sequence[Triple]], ops: Operations, out: Tensor | None) -> Tensor:
+    """With ``W = a I + b R + c R^2`` a step maps ``X`` to ``W X`` and ``R`` to ``W R W``.
+
+    Within a block, ``Q`` collects the factors that X has yet to be multiplied with. All of them are polynomials in R,
+    hence symmetric, and commute. A block of one step is the standard form.
     """
-    for block in restart_blocks(triples, x.dtype):
-        if len(block) == 1:
-            # The same work, with one rounding less: a X is not folded into Q.
-            x = standard(x, block, ops)
-            continue
+    for number, block in enumerate(blocks):
         r = ops.symmetric(x, x.mT)
         q = None
-        for index, (a, b, c) in enumerate(block):
-            z = _tail(r, b, c, ops)
-            q = _plus_identity(z, a) if q is None else ops.symmetric_plus(z, q, q, alpha=1.0, beta=a)
+        for index, triple in enumerate(block):
+            w = ops.polynomial(r, triple)
+            q = w if q is None else ops.symmetric(w, q)
             if index < len(block) - 1:
-                t = ops.symmetric_plus(r, z, r, alpha=1.0, beta=a)
-                r = ops.symmetric_plus(z, t, t, alpha=1.0, beta=a)
+                r = ops.symmetric(w, ops.symmetric(w, r))
         assert q is not None
-        x = ops.product(q, x)
+        x = ops.product(q, x, out if number == len(blocks) - 1 else None)
     return x
 
 
@@ -110,18 +120,6 @@ def restart_blocks(triples: Sequence[Triple], dtype: torch.dtype) -> list[list[T
         blocks[-1].append(triple)
         growth *= triple[0] ** 2
     return blocks
-
-
-def _tail(r: Tensor, b: float, c: float, ops: Operations) -> Tensor:
-    """``b R + c R^2``; cubic coefficients (c = 0) need no product."""
-    return ops.symmetric_plus(r, r, r, alpha=c, beta=b) if c else r * b
-
-
-def _plus_identity(z: Tensor, a: float) -> Tensor:
-    # With the strides of z, which may leave room between rows: what reads z well reads q well.
-    q = torch.empty_strided(z.shape, z.stride(), dtype=z.dtype, device=z.device).copy_(z)
-    q.diagonal(dim1=-2, dim2=-1).add_(a)
-    return q
 
 
 def flops(rows: int, cols: int, triples: Sequence[Triple], dtype: torch.dtype, method: str) -> int:

@@ -1,4 +1,4 @@
-"""The four operations through torch's own batched matrix products: any device, any dtype."""
+"""The operations through torch's own batched matrix products: any device, any dtype."""
 
 from __future__ import annotations
 
@@ -8,36 +8,56 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from ds_muon.orthogonalize.coefficients import Triple
+from ds_muon.orthogonalize.newton_schulz import Iterate
+
 
 class TorchOperations:
     """See ``newton_schulz.Operations``. Vendor libraries compute both triangles of a symmetric product."""
 
-    replays = False
+    lends = False
 
     def alone(self, device: torch.device, dtype: torch.dtype) -> bool:
         # Vendors choose another order of summation for another batch, in fp32 nearly always.
         return device.type == "cpu" or dtype == torch.float32
 
-    def normalize(self, matrices: Sequence[Tensor], dtype: torch.dtype, eps: float) -> Tensor:
-        batch, tiny = torch.stack(list(matrices)), torch.finfo(torch.float32).tiny
-        magnitude = torch.linalg.vector_norm(batch, ord=float("inf"), dim=(-2, -1), keepdim=True)
-        batch.div_(magnitude.clamp_min(tiny))
-        # Summed in fp64 and rounded once, the norm is the same for any order of summation: a batch may choose its own.
-        norm = torch.linalg.vector_norm(batch, dim=(-2, -1), keepdim=True, dtype=torch.float64).to(torch.float32)
-        # After the first division the norm of anything but zero is at least 1, far above eps.
-        return batch.div_(norm.clamp_min(max(eps, tiny))).to(dtype)
+    def workspace(self, rows: int, cols: int, dtype: torch.dtype) -> int:
+        m, n = sorted((rows, cols))
+        # A copy in fp32, one in fp64 for the norm; X before and after, and four of the size of the Gram matrix.
+        return 12 * m * n + dtype.itemsize * (2 * m * n + 4 * m * m)
+
+    def run(
+        self, matrices: Sequence[Tensor], iterate: Iterate, *, key: object, dtype: torch.dtype, eps: float, flops: int
+    ) -> Tensor:
+        x = normalize(matrices, dtype, eps)
+        return iterate(x.mT, None).mT if x.shape[1] > x.shape[2] else iterate(x, None)
 
     def symmetric(self, a: Tensor, b: Tensor) -> Tensor:
         return torch.bmm(a, b)
 
-    def symmetric_plus(self, a: Tensor, b: Tensor, c: Tensor, *, alpha: float, beta: float) -> Tensor:
-        return torch.baddbmm(c, a, b, alpha=alpha, beta=beta)
+    def polynomial(self, r: Tensor, triple: Triple) -> Tensor:
+        a, b, c = triple
+        w = torch.baddbmm(r, r, r, alpha=c, beta=b) if c else r * b
+        # The diagonal in fp32, for a second rounding there would bend all singular values the same way.
+        diagonal = r.diagonal(dim1=-2, dim2=-1).float() * b + a
+        if c:
+            diagonal.add_(torch.linalg.vector_norm(r, dim=-1, dtype=torch.float32).square_(), alpha=c)
+        w.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
+        return w
 
-    def product(self, a: Tensor, b: Tensor) -> Tensor:
-        return torch.bmm(a, b)
+    def product(self, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+        return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
 
-    def product_plus(self, a: Tensor, b: Tensor, c: Tensor, *, beta: float) -> Tensor:
-        return torch.baddbmm(c, a, b, beta=beta)
+
+def normalize(matrices: Sequence[Tensor], dtype: torch.dtype, eps: float) -> Tensor:
+    """Each (rows, cols) fp32 matrix over its largest magnitude, then over its Frobenius norm, as one batch."""
+    batch, tiny = torch.stack(list(matrices)), torch.finfo(torch.float32).tiny
+    magnitude = torch.linalg.vector_norm(batch, ord=float("inf"), dim=(-2, -1), keepdim=True)
+    batch.div_(magnitude.clamp_min(tiny))
+    # Summed in fp64 and rounded once, the norm is the same for any order of summation: a batch may choose its own.
+    norm = torch.linalg.vector_norm(batch, dim=(-2, -1), keepdim=True, dtype=torch.float64).to(torch.float32)
+    # After the first division the norm of anything but zero is at least 1, far above eps.
+    return batch.div_(norm.clamp_min(max(eps, tiny))).to(dtype)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The four operations in Triton: one launch for a whole batch, and half the work for a symmetric product.
+"""The operations in Triton: one launch for a whole batch, and half the work for a symmetric product.
 
 Import this module only where Triton is installed.
 
@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from ds_muon.orthogonalize import triton_kernels
+from ds_muon.orthogonalize.coefficients import Triple
+from ds_muon.orthogonalize.graphs import GraphCache, overlapped
+from ds_muon.orthogonalize.newton_schulz import Iterate
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -29,7 +32,8 @@ class Tile:
     """How a kernel cuts a product into blocks.
 
     Attributes:
-        rows, cols: block of the result that one program computes at a time.
+        rows, cols: block of the result that one program computes at a time: a square, two of them side by side, or, for
+            symmetric products only, a square and a strip.
         depth: length of K that is in flight per stage.
         warps, stages: warps of a program, and buffers of its pipeline.
         programs_per_sm: programs that registers and shared memory admit on one multiprocessor: the persistent grid of
@@ -53,18 +57,23 @@ class Tile:
     def descriptors(self) -> bool:
         return self.programs_per_sm > 0
 
+    @property
+    def strip(self) -> int:
+        """Columns of the strip beside the square; 0 for tiles of whole squares."""
+        return self.cols % self.rows
+
     def count(self, m: int, n: int, symmetric: bool) -> int:
         """Blocks of one (m, n) result; of a symmetric one, those with something on or below the diagonal."""
         if not symmetric:
             return _ceil_div(m, self.rows) * _ceil_div(n, self.cols)
-        bands, rest = divmod(_ceil_div(m, self.rows), self.cols // self.rows)
-        return self.cols // self.rows * bands * (bands + 1) // 2 + rest * (bands + 1)
+        return sum(_ceil_div((row + 1) * self.rows, self.cols) for row in range(_ceil_div(m, self.rows)))
 
 
 # Measured on H100 in kernels of this form: SMALL wins up to sides of 1024 and where blocks are few, WIDE, which reads
-# a quarter less from L2, elsewhere.
+# a quarter less from L2, elsewhere. STRIP is for what SMALL does in a round and a bit.
 SMALL = Tile(128, 128, 64, warps=4, stages=3, programs_per_sm=2, pieces=4)
 WIDE = Tile(128, 256, 64, warps=8, stages=3, programs_per_sm=1, flatten=True)
+STRIP = Tile(128, 160, 64, warps=8, stages=4, programs_per_sm=1, pieces=1)
 # Any GPU. Eight warps leave registers for the addresses of ragged rows, and for fp32 products without tensor cores.
 POINTERS = Tile(128, 128, 32, warps=8, stages=4)
 POINTERS_FP32 = Tile(128, 128, 16, warps=8, stages=3)
@@ -77,6 +86,7 @@ _BLOCK = 4096
 _GROUP = 8
 
 
+@lru_cache(maxsize=1024)
 def choose_tile(
     batch: int,
     m: int,
@@ -96,73 +106,113 @@ def choose_tile(
         return POINTERS_FP32
     if capability[0] != 9 or TensorDescriptor is None:
         return POINTERS
-    small_blocks = batch * SMALL.count(m, n, symmetric)
-    wide_blocks = batch * WIDE.count(m, n, symmetric)
     # Two small blocks share a multiprocessor at half the speed each. A wide block is faster than the two small ones
     # that it replaces where the operands of small ones overrun L2's bandwidth.
     wide_block = 2.0 if max(m, n, k) <= (2048 if symmetric else 1024) else 1.65
-    return SMALL if _ceil_div(small_blocks, sms) <= wide_block * _ceil_div(wide_blocks, sms) else WIDE
+    tiles = [(SMALL, 1.0), (WIDE, wide_block), *([(STRIP, 1.3)] if symmetric else [])]
+    rounds = {tile: block * _ceil_div(batch * tile.count(m, n, symmetric), sms) for tile, block in tiles}
+    return min(rounds, key=lambda tile: rounds[tile])
+
+
+# Sub-batches that a replayed batch is cut into, each on a stream of its own: one fills the gaps that another leaves at
+# the end of a launch, and reads its input while another multiplies.
+_PARTS_IN_PARALLEL = 2
 
 
 class TritonOperations:
     """See ``newton_schulz.Operations``. Needs a GPU, but for Triton's interpreter.
 
     Tensors are (batch, m, n) in bf16, fp16 or fp32, with any strides: a transposed operand is read where it lies. No
-    operand is modified. A result whose C, or else B, is a transposed tensor is transposed as well, so that a tall
-    matrix stays in its own storage throughout. Symmetric results equal their transpose exactly, if C does.
+    operand is modified. A product whose second operand is a transposed tensor is transposed as well, so that a tall
+    matrix stays in its own storage throughout. Symmetric results equal their transpose exactly.
     """
 
-    # A launch takes the host up to 0.1 ms.
-    replays = True
+    lends = True
+
+    def __init__(self) -> None:
+        self._graphs = GraphCache()
 
     def alone(self, device: torch.device, dtype: torch.dtype) -> bool:
         return False
 
-    def normalize(self, matrices: Sequence[Tensor], dtype: torch.dtype, eps: float) -> Tensor:
-        return normalize(matrices, dtype, eps)
+    def workspace(self, rows: int, cols: int, dtype: torch.dtype) -> int:
+        # X, the next X and the result; R, W, T and Q. Rows may be padded to 16 bytes.
+        m, n = sorted((rows, cols))
+        return dtype.itemsize * (3 * m * (n + 8) + 4 * m * (m + 8))
+
+    def run(
+        self, matrices: Sequence[Tensor], iterate: Iterate, *, key: object, dtype: torch.dtype, eps: float, flops: int
+    ) -> Tensor:
+        matrices = [matrix.contiguous() for matrix in matrices]
+        device, shape = matrices[0].device, matrices[0].shape
+        aligned = all(matrix.data_ptr() % 16 == 0 for matrix in matrices)
+        addresses = _addresses(tuple(matrix.data_ptr() for matrix in matrices), device)
+        work = partial(_orthogonalize, shape=shape, aligned=aligned, dtype=dtype, eps=eps, iterate=iterate)
+        key = (key, device, len(matrices), shape, aligned, dtype, eps)
+        nbytes = len(matrices) * shape.numel() * dtype.itemsize
+        return self._graphs.run(key, addresses, work, flops=flops, nbytes=nbytes)
 
     def symmetric(self, a: Tensor, b: Tensor) -> Tensor:
         return matmul(a, b, symmetric=True)
 
-    def symmetric_plus(self, a: Tensor, b: Tensor, c: Tensor, *, alpha: float, beta: float) -> Tensor:
-        return matmul(a, b, c, alpha=alpha, beta=beta, symmetric=True)
+    def polynomial(self, r: Tensor, triple: Triple) -> Tensor:
+        a, b, c = triple
+        if c:
+            return matmul(r, r, r, alpha=c, beta=b, identity=a, symmetric=True)
+        w = torch.mul(r, b, out=_empty(len(r), r.shape[1], r.shape[2], r.dtype, r.device))
+        w.diagonal(dim1=-2, dim2=-1).copy_(r.diagonal(dim1=-2, dim2=-1).float() * b + a)
+        return w
 
-    def product(self, a: Tensor, b: Tensor) -> Tensor:
-        return matmul(a, b)
-
-    def product_plus(self, a: Tensor, b: Tensor, c: Tensor, *, beta: float) -> Tensor:
-        return matmul(a, b, c, beta=beta)
+    def product(self, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+        return matmul(a, b, out=out)
 
 
-def normalize(matrices: Sequence[Tensor], dtype: torch.dtype, eps: float) -> Tensor:
-    """See ``newton_schulz.Operations.normalize``.
+def _orthogonalize(
+    addresses: Tensor, *, shape: torch.Size, aligned: bool, dtype: torch.dtype, eps: float, iterate: Iterate
+) -> Tensor:
+    """Normalize the matrices at ``addresses`` and iterate on them; see ``newton_schulz.Operations.run``."""
+    rows, cols = shape
+    out = _empty(len(addresses), rows, cols, dtype, addresses.device)
+    parts = min(_PARTS_IN_PARALLEL, len(addresses))
+
+    def load(addresses: Tensor) -> Tensor:
+        return normalize(addresses, rows, cols, dtype, eps, aligned=aligned)
+
+    def multiply(out: Tensor, x: Tensor) -> None:
+        iterate(x.mT if rows > cols else x, out.mT if rows > cols else out)
+
+    pairs = zip(addresses.tensor_split(parts), out.tensor_split(parts), strict=True)
+    overlapped([(partial(load, part), partial(multiply, result)) for part, result in pairs])
+    return out
+
+
+def normalize(
+    addresses: Tensor, rows: int, cols: int, dtype: torch.dtype, eps: float, *, aligned: bool = False
+) -> Tensor:
+    """Each (rows, cols) fp32 matrix over its largest magnitude, then over its Frobenius norm.
 
     Two passes over the input, read where it lies. The norm is summed in fp64 and rounded once.
 
     Args:
-        matrices: (rows, cols) fp32 tensors on one device, views of a flat buffer at any offset; not modified.
+        addresses: (batch,) int64, on the device: where the matrices lie. They are not modified.
         dtype: of the result.
         eps: guards the division by a zero norm.
+        aligned: all addresses are multiples of 16 bytes.
 
     Returns:
         (batch, rows, cols), with rows that start at multiples of 16 bytes, as descriptors need them.
     """
-    matrices = [matrix.contiguous() for matrix in matrices]
-    first = matrices[0]
-    batch, (rows, cols) = len(matrices), first.shape
-    out = _empty(batch, rows, cols, dtype, first.device)
-    addresses = _addresses(tuple(matrix.data_ptr() for matrix in matrices), first.device)
+    batch, device, numel = len(addresses), addresses.device, rows * cols
+    out = _empty(batch, rows, cols, dtype, device)
     # How a matrix is cut, and so the order of summation, depends on its size alone.
-    numel = first.numel()
     parts = min(_PARTS, 1 << (_ceil_div(numel, _BLOCK) - 1).bit_length())
     part_size = _ceil_div(numel, parts * _BLOCK) * _BLOCK
-    largest = torch.empty(batch, parts, dtype=torch.float32, device=first.device)
-    squares = torch.empty(batch, parts, dtype=torch.float64, device=first.device)
-    constants = {"PARTS": parts, "BLOCK": _BLOCK, "num_warps": 8}
-    constants["ALIGNED"] = all(matrix.data_ptr() % 16 == 0 for matrix in matrices)
+    largest = torch.empty(batch, parts, dtype=torch.float32, device=device)
+    squares = torch.empty(batch, parts, dtype=torch.float64, device=device)
+    constants = {"PARTS": parts, "BLOCK": _BLOCK, "ALIGNED": aligned, "num_warps": 8}
     pitch = out.stride(1)
     eps = max(eps, torch.finfo(torch.float32).tiny)
-    with _current(first.device):
+    with _current(device):
         triton_kernels.measure[(batch * parts,)](addresses, largest, squares, numel, part_size, **constants)
         triton_kernels.scale[(batch * parts,)](
             addresses, largest, squares, out, numel, part_size, rows, cols, pitch, eps, DENSE=pitch == cols, **constants
@@ -177,50 +227,53 @@ def matmul(
     *,
     alpha: float = 1.0,
     beta: float = 1.0,
+    identity: float = 0.0,
     symmetric: bool = False,
+    out: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """``alpha a @ b + beta c``, or ``a @ b`` without ``c``; see ``TritonOperations``.
+    """``a @ b``, or, symmetric, ``alpha a @ b + beta c + identity I``; see ``TritonOperations``.
 
     Args:
-        a, b, c: (batch, m, k), (batch, k, n) and (batch, m, n), one dtype and device.
-        symmetric: the result is known to be symmetric, and so is ``c``.
+        a, b: (batch, m, k) and (batch, k, n), one dtype and device.
+        c: (batch, m, n), symmetric. Without it, ``alpha``, ``beta`` and ``identity`` count for nothing.
+        symmetric: the result is known to be symmetric.
+        out: (batch, m, n) to be overwritten, by ``_empty`` or its transpose.
         tile: by ``choose_tile`` unless given.
     """
-    if tile is None:
-        batch, m, k = a.shape
-        sms, capability = _properties(a.device)
-        tile = choose_tile(batch, m, b.shape[2], k, symmetric=symmetric, sms=sms, capability=capability, dtype=a.dtype)
-    kept = b if c is None else c
-    if not symmetric and kept.stride(2) != 1 and kept.stride(1) == 1:
-        # The transpose of the result has contiguous rows.
-        return _row_major(b.mT, a.mT, None if c is None else c.mT, alpha, beta, False, tile).mT
-    return _row_major(a, b, c, alpha, beta, symmetric, tile)
-
-
-def _row_major(
-    a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, symmetric: bool, tile: Tile
-) -> Tensor:
-    batch, m, _ = a.shape
+    assert c is None or symmetric
+    batch, m, k = a.shape
     n = b.shape[2]
-    out = _empty(batch, m, n, a.dtype, a.device)
-    if out.numel() > 0:
+    if tile is None:
+        sms, capability = _properties(a.device)
+        tile = choose_tile(batch, m, n, k, symmetric=symmetric, sms=sms, capability=capability, dtype=a.dtype)
+    model = b if out is None else out
+    transposed = not symmetric and model.stride(2) != 1 and model.stride(1) == 1
+    if out is None:
+        out = _empty(batch, n, m, a.dtype, a.device).mT if transposed else _empty(batch, m, n, a.dtype, a.device)
+    if transposed:
+        # The transpose of the result has contiguous rows.
+        matmul(b.mT, a.mT, out=out.mT, tile=tile)
+    elif out.numel() > 0:
         multiply = multiply_descriptors if tile.descriptors else multiply_pointers
         with _current(a.device):
-            multiply(a, b, c, out, alpha, beta, symmetric, tile)
+            multiply(a, b, c, out, (alpha, beta, identity), symmetric, tile)
     return out
 
 
+_Scalars = tuple[float, float, float]
+
+
 def multiply_pointers(
-    a: Tensor, b: Tensor, c: Tensor | None, out: Tensor, alpha: float, beta: float, symmetric: bool, tile: Tile
+    a: Tensor, b: Tensor, c: Tensor | None, out: Tensor, scalars: _Scalars, symmetric: bool, tile: Tile
 ) -> None:
-    """Write ``alpha a @ b + beta c`` to ``out``, whose rows are contiguous, through pointers."""
+    """Write the product to ``out``, whose rows are contiguous, through pointers. ``scalars``: alpha, beta, identity."""
     batch, m, k = a.shape
     n = b.shape[2]
     tiles = tile.count(m, n, symmetric)
     addend = out if c is None else c if c.stride(2) == 1 else c.contiguous()
     triton_kernels.matmul_pointers[(batch * tiles,)](
-        a, b, addend, out, tiles, m, n, k, alpha, beta,
+        a, b, addend, out, tiles, m, n, k, *scalars,
         *a.stride(), *b.stride(), *addend.stride()[:2], *out.stride()[:2],
         ROWS=tile.rows, COLS=tile.cols, DEPTH=tile.depth, GROUP=_GROUP, SYMMETRIC=symmetric, HAS_C=c is not None,
         num_warps=tile.warps, num_stages=tile.stages,
@@ -228,31 +281,41 @@ def multiply_pointers(
 
 
 def multiply_descriptors(
-    a: Tensor, b: Tensor, c: Tensor | None, out: Tensor, alpha: float, beta: float, symmetric: bool, tile: Tile
+    a: Tensor, b: Tensor, c: Tensor | None, out: Tensor, scalars: _Scalars, symmetric: bool, tile: Tile
 ) -> None:
-    """Write ``alpha a @ b + beta c`` to ``out``, whose rows are contiguous and aligned, through the TMA unit."""
+    """Write the product to ``out``, whose rows are contiguous and aligned, through the TMA unit."""
     batch, m, k = a.shape
     n = b.shape[2]
     a, a_transposed = _stored(a)
     b, b_transposed = _stored(b)
+    # A symmetric C may be read either way round.
+    c, _ = (out, False) if c is None else _stored(c)
     square, piece = tile.rows, tile.rows // tile.pieces
-    a_block = (tile.depth, tile.rows) if a_transposed else (tile.rows, tile.depth)
-    b_block = (tile.cols, tile.depth) if b_transposed else (tile.depth, tile.cols)
-    addend = out
-    if c is not None:
-        # A symmetric C may be read either way round.
-        addend, c_transposed = _stored(c)
-        if c_transposed and not symmetric:
-            addend = _aligned_copy(c)
+
+    def block_of_b(cols: int) -> TensorDescriptor:
+        return describe(b, *((cols, tile.depth) if b_transposed else (tile.depth, cols)))
+
+    of_a = describe(a, *((tile.depth, square) if a_transposed else (square, tile.depth)))
+    stores = describe(out, square, piece), describe(out, piece, square)
     tiles = tile.count(m, n, symmetric)
-    programs = min(batch * tiles, tile.programs_per_sm * _properties(a.device)[0])
-    triton_kernels.matmul_descriptors[(programs,)](
-        describe(a, *a_block), describe(b, *b_block), describe(addend, square, square),
-        describe(out, square, piece), describe(out, piece, square), batch, tiles, m, n, k, alpha, beta,
-        ROWS=tile.rows, COLS=tile.cols, DEPTH=tile.depth, GROUP=_GROUP, PIECES=tile.pieces,
-        FLATTEN=tile.flatten and not symmetric, A_TRANSPOSED=a_transposed, B_TRANSPOSED=b_transposed,
-        SYMMETRIC=symmetric, HAS_C=c is not None, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    grid = (min(batch * tiles, tile.programs_per_sm * _properties(a.device)[0]),)
+    constants = {
+        "ROWS": tile.rows, "COLS": tile.cols, "DEPTH": tile.depth, "PIECES": tile.pieces,
+        "A_TRANSPOSED": a_transposed, "B_TRANSPOSED": b_transposed, "HAS_C": c is not out,
+        "num_warps": tile.warps, "num_stages": tile.stages,
+    }  # fmt: skip
+    if strip := tile.strip:
+        triton_kernels.matmul_strips[grid](
+            of_a, block_of_b(square), block_of_b(strip), describe(c, square, square), describe(c, square, strip),
+            *stores, describe(out, square, strip), describe(out, strip, square), batch, tiles, m, k, *scalars,
+            **constants,
+        )  # fmt: skip
+    else:
+        triton_kernels.matmul_descriptors[grid](
+            of_a, block_of_b(tile.cols), block_of_b(square), describe(c, square, square), *stores,
+            batch, tiles, m, n, k, *scalars,
+            GROUP=_GROUP, FLATTEN=tile.flatten and not symmetric, SYMMETRIC=symmetric, **constants,
+        )  # fmt: skip
 
 
 def _stored(x: Tensor) -> tuple[Tensor, bool]:

@@ -1,14 +1,15 @@
-"""The Triton kernels: ``out = alpha A B + beta C`` for a batch of matrices, in two ways to reach memory.
+"""The Triton kernels: ``out = alpha A B + beta C + identity I`` for a batch of matrices, in two ways to reach memory.
 
-``matmul_descriptors`` moves tiles with the TMA unit of Hopper GPUs; ``matmul_pointers`` loads and stores through masked
-pointers and runs on every GPU. Both accumulate in fp32, walk K upwards in one piece, and end in the same expression,
-so that neither the tile nor the batch changes a bit of the result.
+``matmul_descriptors`` and ``matmul_strips`` move tiles with the TMA unit of Hopper GPUs; ``matmul_pointers`` loads and
+stores through masked pointers and runs on every GPU. All accumulate in fp32, walk K upwards in one piece, and end in
+the same expression, so that neither the tile nor the batch changes a bit of the result.
 
 A symmetric product computes the tiles that hold something on or below the diagonal. What lies below is also stored
 transposed; what lies on it is made of its own lower triangle: A B of commuting matrices is symmetric, its rounding is
 not. The result equals its transpose exactly.
 
-Shapes: A is (batch, m, k), B is (batch, k, n), C and out are (batch, m, n) with contiguous rows.
+Shapes: A is (batch, m, k), B is (batch, k, n), C and out are (batch, m, n) with contiguous rows. Only symmetric
+products have a C and an identity.
 """
 
 # Kernels are Triton, not Python with types.
@@ -63,6 +64,13 @@ def _blend(acc, c, alpha, beta):
 
 
 @triton.jit
+def _add_identity(acc, identity):
+    """The square ``acc`` plus ``identity`` on its diagonal."""
+    row = tl.arange(0, acc.shape[0])
+    return tl.where(row[:, None] == row[None, :], acc + identity, acc)
+
+
+@triton.jit
 def _mirror_lower(x):
     """The square ``x`` with its upper triangle replaced by the transpose of the lower one."""
     row = tl.arange(0, x.shape[0])
@@ -111,28 +119,49 @@ def _store(desc, x, matrix, row, col, PIECES: tl.constexpr, TRANSPOSED: tl.const
 
 
 @triton.jit
-def _finish_square(
-    acc, c, out, mirror, matrix, row, col, alpha, beta,
+def _multiply(
+    a, b, matrix, row, col, k,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """(ROWS, COLS) of A B in fp32, from element (row, col)."""
+    acc = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    for step in range(tl.cdiv(k, DEPTH)):
+        x = _load(a, matrix, row, step * DEPTH, ROWS, DEPTH, A_TRANSPOSED)
+        y = _load(b, matrix, step * DEPTH, col, DEPTH, COLS, B_TRANSPOSED)
+        acc = tl.dot(x, y, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _finish_below(acc, c, out, mirror, matrix, row, col, alpha, beta, PIECES: tl.constexpr, HAS_C: tl.constexpr):
+    """Blend with C and store a block of a symmetric result that lies below the diagonal, there and mirrored."""
+    if HAS_C:
+        acc = _blend(acc, _load(c, matrix, row, col, acc.shape[0], acc.shape[1], False), alpha, beta)
+    x = acc.to(out.dtype)
+    _store(out, x, matrix, row, col, PIECES, False)
+    _store(mirror, x, matrix, col, row, PIECES, True)
+
+
+@triton.jit
+def _finish(
+    acc, c, out, mirror, matrix, row, col, alpha, beta, identity,
     PIECES: tl.constexpr, SYMMETRIC: tl.constexpr, HAS_C: tl.constexpr,
 ):  # fmt: skip
-    """Blend with C and store one square block of the accumulator, whose first element is (row, col)."""
-    # What a wide tile holds above the diagonal belongs to another tile.
-    if not SYMMETRIC or col <= row:
+    """Finish one square block of the accumulator, whose first element is (row, col): on the diagonal, or below."""
+    if not SYMMETRIC:
+        _store(out, acc.to(out.dtype), matrix, row, col, PIECES, False)
+    elif col == row:
         if HAS_C:
             acc = _blend(acc, _load(c, matrix, row, col, acc.shape[0], acc.shape[1], False), alpha, beta)
-        x = acc.to(out.dtype)
-        if not SYMMETRIC:
-            _store(out, x, matrix, row, col, PIECES, False)
-        elif col == row:
-            _store(out, _mirror_lower(x), matrix, row, col, PIECES, False)
-        else:
-            _store(out, x, matrix, row, col, PIECES, False)
-            _store(mirror, x, matrix, col, row, PIECES, True)
+            acc = _add_identity(acc, identity)
+        _store(out, _mirror_lower(acc.to(out.dtype)), matrix, row, col, PIECES, False)
+    else:
+        _finish_below(acc, c, out, mirror, matrix, row, col, alpha, beta, PIECES, HAS_C)
 
 
 @triton.jit(do_not_specialize=["batch", "tiles", "m", "n", "k"])
 def matmul_descriptors(
-    a, b, c, out, mirror, batch, tiles, m, n, k, alpha, beta,
+    a, b, b_square, c, out, mirror, batch, tiles, m, n, k, alpha, beta, identity,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, PIECES: tl.constexpr,
     FLATTEN: tl.constexpr, A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr,
     SYMMETRIC: tl.constexpr, HAS_C: tl.constexpr,
@@ -141,8 +170,10 @@ def matmul_descriptors(
 
     ``a``, ``b``, ``c``, ``out`` and ``mirror`` are descriptors with exact bounds per matrix, so no ragged side needs a
     mask. ``out`` and ``mirror`` describe the same storage; their blocks are a slice of a square and its transpose.
+    ``b_square`` describes B in blocks of ROWS columns, for tiles of which the right half lies above the diagonal.
     FLATTEN makes one loop of the tiles and of K, which loads the next tile while this one is being stored.
     """
+    tl.static_assert(COLS == ROWS or COLS == 2 * ROWS)
     tile_rows = tl.cdiv(m, ROWS)
     tile_cols = tl.cdiv(n, COLS)
     start = tl.program_id(0)
@@ -152,28 +183,74 @@ def matmul_descriptors(
     for index in tl.range(start, batch * tiles, programs, flatten=FLATTEN):
         matrix = index // tiles
         row, col = _position(index % tiles, tile_rows, tile_cols, COLS // ROWS, GROUP, SYMMETRIC)
-        acc = tl.zeros((ROWS, COLS), dtype=tl.float32)
-        for step in range(tl.cdiv(k, DEPTH)):
-            x = _load(a, matrix, row * ROWS, step * DEPTH, ROWS, DEPTH, A_TRANSPOSED)
-            y = _load(b, matrix, step * DEPTH, col * COLS, DEPTH, COLS, B_TRANSPOSED)
-            acc = tl.dot(x, y, acc, input_precision="ieee")
-        finished += programs
-        matrix = finished // tiles
-        row, col = _position(finished % tiles, tile_rows, tile_cols, COLS // ROWS, GROUP, SYMMETRIC)
-        row *= ROWS
-        col *= COLS
-        if COLS == ROWS:
-            _finish_square(acc, c, out, mirror, matrix, row, col, alpha, beta, PIECES, SYMMETRIC, HAS_C)
+        if SYMMETRIC and COLS > ROWS:
+            row *= ROWS
+            col *= COLS
+            if col == row:
+                square = _multiply(a, b_square, matrix, row, col, k, ROWS, ROWS, DEPTH, A_TRANSPOSED, B_TRANSPOSED)
+                _finish(square, c, out, mirror, matrix, row, col, alpha, beta, identity, PIECES, SYMMETRIC, HAS_C)
+            else:
+                pair = _multiply(a, b, matrix, row, col, k, ROWS, COLS, DEPTH, A_TRANSPOSED, B_TRANSPOSED)
+                left, right = _halves(pair)
+                _finish(left, c, out, mirror, matrix, row, col, alpha, beta, identity, PIECES, SYMMETRIC, HAS_C)
+                col += ROWS
+                _finish(right, c, out, mirror, matrix, row, col, alpha, beta, identity, PIECES, SYMMETRIC, HAS_C)
         else:
-            tl.static_assert(COLS == 2 * ROWS)
-            left, right = _halves(acc)
-            _finish_square(left, c, out, mirror, matrix, row, col, alpha, beta, PIECES, SYMMETRIC, HAS_C)
-            _finish_square(right, c, out, mirror, matrix, row, col + ROWS, alpha, beta, PIECES, SYMMETRIC, HAS_C)
+            acc = _multiply(a, b, matrix, row * ROWS, col * COLS, k, ROWS, COLS, DEPTH, A_TRANSPOSED, B_TRANSPOSED)
+            finished += programs
+            matrix = finished // tiles
+            row, col = _position(finished % tiles, tile_rows, tile_cols, COLS // ROWS, GROUP, SYMMETRIC)
+            row *= ROWS
+            col *= COLS
+            if COLS == ROWS:
+                _finish(acc, c, out, mirror, matrix, row, col, alpha, beta, identity, PIECES, SYMMETRIC, HAS_C)
+            else:
+                left, right = _halves(acc)
+                _finish(left, c, out, mirror, matrix, row, col, alpha, beta, identity, PIECES, SYMMETRIC, HAS_C)
+                col += ROWS
+                _finish(right, c, out, mirror, matrix, row, col, alpha, beta, identity, PIECES, SYMMETRIC, HAS_C)
+
+
+@triton.jit(do_not_specialize=["batch", "tiles", "m", "k"])
+def matmul_strips(
+    a, b, b_strip, c, c_strip, out, mirror, out_strip, mirror_strip, batch, tiles, m, k, alpha, beta, identity,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, PIECES: tl.constexpr,
+    A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, HAS_C: tl.constexpr,
+):  # fmt: skip
+    """A symmetric product in tiles of a square and a strip of COLS - ROWS columns to its left.
+
+    For few matrices: a tile a quarter wider than a square lets those fit in one round that would need a second for the
+    last few. A row of tiles starts on its right, with the square on the diagonal; what sticks out on the left is
+    clipped.
+    """
+    STRIP: tl.constexpr = COLS - ROWS
+    for index in tl.range(tl.program_id(0), batch * tiles, tl.num_programs(0)):
+        matrix = index // tiles
+        rest = index % tiles
+        row = 0
+        width = 1
+        while rest >= width:
+            rest -= width
+            row += 1
+            width = tl.cdiv((row + 1) * ROWS, COLS)
+        row *= ROWS
+        col = row - rest * COLS
+        square = tl.zeros((ROWS, ROWS), dtype=tl.float32)
+        strip = tl.zeros((ROWS, STRIP), dtype=tl.float32)
+        for step in range(tl.cdiv(k, DEPTH)):
+            x = _load(a, matrix, row, step * DEPTH, ROWS, DEPTH, A_TRANSPOSED)
+            y = _load(b, matrix, step * DEPTH, col, DEPTH, ROWS, B_TRANSPOSED)
+            z = _load(b_strip, matrix, step * DEPTH, col - STRIP, DEPTH, STRIP, B_TRANSPOSED)
+            square = tl.dot(x, y, square, input_precision="ieee")
+            strip = tl.dot(x, z, strip, input_precision="ieee")
+        _finish(square, c, out, mirror, matrix, row, col, alpha, beta, identity, PIECES, True, HAS_C)
+        col -= STRIP
+        _finish_below(strip, c_strip, out_strip, mirror_strip, matrix, row, col, alpha, beta, 1, HAS_C)
 
 
 @triton.jit(do_not_specialize=["tiles"])
 def matmul_pointers(
-    a, b, c, out, tiles, m, n, k, alpha, beta,
+    a, b, c, out, tiles, m, n, k, alpha, beta, identity,
     a_batch, a_row, a_col, b_batch, b_row, b_col, c_batch, c_row, out_batch, out_row,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
     SYMMETRIC: tl.constexpr, HAS_C: tl.constexpr,
@@ -208,6 +285,8 @@ def matmul_pointers(
     if HAS_C:
         c += matrix * c_batch + first_row * c_row + first_col
         acc = _blend(acc, tl.load(c + rows[:, None] * c_row + cols[None, :], mask=inside, other=0.0), alpha, beta)
+        if row == col:
+            acc = _add_identity(acc, identity)
     x = acc.to(out.dtype.element_ty)
     out += matrix * out_batch
     if SYMMETRIC:
@@ -262,7 +341,8 @@ def scale(
 
     ``largest`` and ``squares``: by ``measure``. DENSE: ``pitch`` is ``cols``.
     """
-    matrix, x, part = _matrix_and_part(pointers, tl.program_id(0), PARTS, ALIGNED)
+    # From the end: what ``measure`` read last is still in L2.
+    matrix, x, part = _matrix_and_part(pointers, tl.num_programs(0) - 1 - tl.program_id(0), PARTS, ALIGNED)
     parts = matrix * PARTS + tl.arange(0, PARTS)
     tiny = 1.1754943508222875e-38
     magnitude = tl.maximum(tl.max(tl.load(largest + parts)), tiny)

@@ -20,13 +20,8 @@ class Faulty(TorchOperations):
 
     sick: tuple[int, int] | None = None
 
-    def product(self, a: Tensor, b: Tensor) -> Tensor:
-        return self._poisoned(super().product(a, b))
-
-    def product_plus(self, a: Tensor, b: Tensor, c: Tensor, *, beta: float) -> Tensor:
-        return self._poisoned(super().product_plus(a, b, c, beta=beta))
-
-    def _poisoned(self, x: Tensor) -> Tensor:
+    def product(self, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+        x = super().product(a, b, out)
         if tuple(x.shape[-2:]) == self.sick:
             x[..., 0, 0] = torch.nan
         return x

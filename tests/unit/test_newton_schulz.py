@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 import ds_muon.orthogonalize as package
-from ds_muon.orthogonalize import COEFFICIENTS, NewtonSchulz, newton_schulz, orthogonalize, reference_newton_schulz
+from ds_muon.orthogonalize import (
+    COEFFICIENTS,
+    NewtonSchulz,
+    Triple,
+    newton_schulz,
+    orthogonalize,
+    reference_newton_schulz,
+)
 from ds_muon.orthogonalize.torch_backend import TorchOperations, exact_products
 
 CPU = torch.device("cpu")
@@ -461,17 +468,13 @@ class Counting(TorchOperations):
         self.total += a.shape[-2] * a.shape[-1] * b.shape[-1]
         return super().symmetric(a, b)
 
-    def symmetric_plus(self, a: Tensor, b: Tensor, c: Tensor, *, alpha: float, beta: float) -> Tensor:
-        self.total += a.shape[-2] * a.shape[-1] * b.shape[-1]
-        return super().symmetric_plus(a, b, c, alpha=alpha, beta=beta)
+    def polynomial(self, r: Tensor, triple: Triple) -> Tensor:
+        self.total += r.shape[-1] ** 3
+        return super().polynomial(r, triple)
 
-    def product(self, a: Tensor, b: Tensor) -> Tensor:
+    def product(self, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
         self.total += 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]
-        return super().product(a, b)
-
-    def product_plus(self, a: Tensor, b: Tensor, c: Tensor, *, beta: float) -> Tensor:
-        self.total += 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]
-        return super().product_plus(a, b, c, beta=beta)
+        return super().product(a, b, out)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

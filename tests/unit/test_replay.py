@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ds_muon import cli
 from ds_muon.capture import Capture, NanCapture
-from ds_muon.orthogonalize import BACKENDS, COEFFICIENTS, NewtonSchulz
+from ds_muon.orthogonalize import BACKENDS, COEFFICIENTS, NewtonSchulz, Triple
 from ds_muon.replay import attempts, orthogonality_error
 from tests.unit.faulty import Faulty, sick
 from tests.unit.test_newton_schulz import cut_into, dominated, gaussian, log_uniform
@@ -41,10 +41,9 @@ class BadFromTheThird(Faulty):
     def __init__(self) -> None:
         self._iterations = 0
 
-    def symmetric_plus(self, a: Tensor, b: Tensor, c: Tensor, *, alpha: float, beta: float) -> Tensor:
-        # The standard form makes one such product per iteration.
+    def polynomial(self, r: Tensor, triple: Triple) -> Tensor:
         self._iterations += 1
-        return super().symmetric_plus(a, b, c, alpha=alpha, beta=beta) * (torch.nan if self._iterations == 3 else 1)
+        return super().polynomial(r, triple) * (torch.nan if self._iterations == 3 else 1)
 
 
 # ---- attempts -------------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ On a GPU the shipped tiles run; elsewhere Triton's interpreter runs small ones.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import itertools
 import math
@@ -18,9 +17,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_muon.orthogonalize import NewtonSchulz, newton_schulz, orthogonalize, reference_newton_schulz, schedule
+from ds_muon.orthogonalize import (
+    BACKENDS,
+    NewtonSchulz,
+    newton_schulz,
+    orthogonalize,
+    reference_newton_schulz,
+    schedule,
+    torch_backend,
+)
 from ds_muon.orthogonalize.graphs import GraphCache
-from ds_muon.orthogonalize.torch_backend import TorchOperations
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton", allow_module_level=True)
@@ -33,7 +39,16 @@ with pytest.MonkeyPatch.context() as environment:
         # Read when kernels are defined.
         environment.setenv("TRITON_INTERPRET", "1")
     from ds_muon.orthogonalize import triton_backend
-    from ds_muon.orthogonalize.triton_backend import POINTERS, POINTERS_FP32, SMALL, WIDE, Tile, choose_tile, matmul
+    from ds_muon.orthogonalize.triton_backend import (
+        POINTERS,
+        POINTERS_FP32,
+        SMALL,
+        STRIP,
+        WIDE,
+        Tile,
+        choose_tile,
+        matmul,
+    )
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
 HOPPER = GPU and torch.cuda.get_device_capability()[0] == 9
@@ -41,12 +56,13 @@ HOPPER = GPU and torch.cuda.get_device_capability()[0] == 9
 DTYPES = [torch.float32, torch.float16, torch.bfloat16] if GPU else [torch.float32, torch.float16]
 if GPU:
     TILES = {"pointers": POINTERS, "pointers_fp32": POINTERS_FP32}
-    TILES |= {"small": SMALL, "wide": WIDE} if HOPPER else {}
+    TILES |= {"small": SMALL, "wide": WIDE, "strip": STRIP} if HOPPER else {}
 else:
     TILES = {
         "pointers": Tile(32, 32, 32, warps=4, stages=3),
         "small": Tile(32, 32, 32, warps=4, stages=3, programs_per_sm=2, pieces=4),
         "wide": Tile(32, 64, 32, warps=4, stages=3, programs_per_sm=1, flatten=True),
+        "strip": Tile(32, 48, 32, warps=4, stages=3, programs_per_sm=1),
     }
 # Blocks of fp32 overflow the shared memory for which the half-precision tiles are cut, and the other way round.
 CASES = [
@@ -81,6 +97,11 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor)
 
 
+def product(a: Tensor, b: Tensor, tile: Tile, out: Tensor | None = None) -> Tensor:
+    """Plain products, which know no strips."""
+    return matmul(a, b, tile=TILES["small"] if tile.strip else tile, out=out)
+
+
 def gaussian(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
 
@@ -111,16 +132,18 @@ def assert_rounded(
     *,
     alpha: float = 1.0,
     beta: float = 0.0,
+    identity: float = 0.0,
     symmetric: bool = False,
 ) -> None:
-    """``out`` is ``alpha a @ b + beta c``, summed in fp32 and rounded once; and no worse than torch's own product.
+    """``out`` is ``alpha a @ b + beta c + identity I``, summed in fp32 and rounded once; no worse than torch's product.
 
     ``symmetric``: operands commute but for their own rounding, and the lower triangle counts.
     """
     a64, b64, c64 = a.double(), b.double(), torch.zeros_like(out).double() if c is None else c.double()
-    exact = alpha * (a64 @ b64) + beta * c64
-    torchs = torch.bmm(a, b) if c is None else torch.baddbmm(c, a, b, alpha=alpha, beta=beta)
-    magnitude = abs(alpha) * (a64.abs() @ b64.abs()) + abs(beta) * c64.abs()
+    one = identity * torch.eye(*out.shape[1:], dtype=torch.float64, device=DEVICE)
+    exact = alpha * (a64 @ b64) + beta * c64 + one
+    torchs = torch.bmm(a, b) if c is None else torch.baddbmm(c, a, b, alpha=alpha, beta=beta) + one.to(a.dtype)
+    magnitude = abs(alpha) * (a64.abs() @ b64.abs()) + abs(beta) * c64.abs() + one.abs()
     if symmetric:
         exact, torchs, magnitude = mirrored(exact), mirrored(torchs), mirrored(magnitude)
     eps, limits = torch.finfo(torch.float32).eps, torch.finfo(out.dtype)
@@ -157,13 +180,20 @@ def test_operations_match_fp64(shape: tuple[int, int, int], tile: Tile, dtype: t
     r = matmul(x, x.mT, symmetric=True, tile=tile)
     assert_rounded(r, x, x.mT)
     assert torch.equal(r, r.mT)
-    p = matmul(r, x, x, beta=3.4445, tile=tile)
-    assert_rounded(p, r, x, x, beta=3.4445)
-    q = matmul(r, x, tile=tile)
-    assert_rounded(q, r, x)
+    w = matmul(r, r, r, alpha=2.0315, beta=-4.775, identity=3.4445, symmetric=True, tile=tile)
+    assert_rounded(w, r, r, r, alpha=2.0315, beta=-4.775, identity=3.4445, symmetric=True)
+    assert torch.equal(w, w.mT)
+    p = product(w, x, tile)
+    assert_rounded(p, w, x)
     # A transposed matrix stays so: nothing is copied on the way through an iteration.
     if min(m, n) > 1:
-        assert all((out.mT if tall else out).stride(2) == 1 for out in (p, q))
+        assert (p.mT if tall else p).stride(2) == 1
+    for memory in (
+        triton_backend._empty(batch, m, n, dtype, DEVICE),
+        triton_backend._empty(batch, n, m, dtype, DEVICE).mT,
+    ):
+        assert product(w, x, tile, out=memory).data_ptr() == memory.data_ptr()
+        assert_rounded(memory, w, x)
 
 
 @pytest.mark.parametrize(("tile", "dtype"), CASES)
@@ -171,9 +201,12 @@ def test_operations_match_fp64(shape: tuple[int, int, int], tile: Tile, dtype: t
 def test_symmetric_results_equal_their_transpose(m: int, tile: Tile, dtype: torch.dtype) -> None:
     r, z = commuting(2, m, dtype)
     for c in (r, r.mT):
-        t = matmul(r, z, c, alpha=1.5, beta=-0.3, symmetric=True, tile=tile)
+        t = matmul(r, z, c, alpha=1.5, beta=-0.3, identity=-0.7, symmetric=True, tile=tile)
         assert torch.equal(t, t.mT)
-        assert_rounded(t, r, z, r, alpha=1.5, beta=-0.3, symmetric=True)
+        assert_rounded(t, r, z, r, alpha=1.5, beta=-0.3, identity=-0.7, symmetric=True)
+    t = matmul(r, z, symmetric=True, tile=tile)
+    assert torch.equal(t, t.mT)
+    assert_rounded(t, r, z, symmetric=True)
 
 
 @pytest.mark.parametrize(("tile", "dtype"), ONE_DTYPE)
@@ -184,7 +217,7 @@ def test_blocks_are_visited_once_each_in_every_group(tile: Tile, dtype: torch.dt
     assert torch.equal(r, r.mT)
     assert_rounded(r, x, x.mT)
     y = unit(2, 16, 3 * tile.cols + 1, dtype, False)
-    assert_rounded(matmul(x, y, tile=tile), x, y)
+    assert_rounded(product(x, y, tile), x, y)
 
 
 @pytest.mark.parametrize(("tile", "dtype"), ONE_DTYPE)
@@ -196,7 +229,7 @@ def test_nothing_outside_a_matrix_reaches_the_result(tile: Tile, dtype: torch.dt
         for operand in (x, x.mT):
             r = matmul(operand, operand.mT, symmetric=True, tile=tile)
             assert torch.equal(r, matmul(operand.clone(), operand.mT.clone(), symmetric=True, tile=tile))
-            assert_rounded(matmul(r, operand, operand, beta=0.5, tile=tile), r, operand, operand, beta=0.5)
+            assert_rounded(product(r, operand, tile), r, operand)
 
 
 @pytest.mark.parametrize(("tile", "dtype"), ONE_DTYPE)
@@ -204,9 +237,9 @@ def test_any_strides_are_read(tile: Tile, dtype: torch.dtype) -> None:
     x = unit(3, 34, 50, dtype, False)
     for view in (x[::2, ::2, ::2], x[:1].expand(3, -1, -1), x[1:, 1:, 1:], x[:, :, 3:].mT, x.permute(1, 0, 2)):
         y = view.mT
-        assert_rounded(matmul(view, y, tile=tile), view, y)
+        assert_rounded(product(view, y, tile), view, y)
         r = matmul(view, y, symmetric=True, tile=tile)
-        assert_rounded(matmul(r, view, view, beta=2.0, tile=tile), r, view, view, beta=2.0)
+        assert_rounded(product(r, view, tile), r, view)
 
 
 @pytest.mark.parametrize(("tile", "dtype"), ONE_DTYPE)
@@ -215,10 +248,10 @@ def test_no_operand_is_modified_and_no_batch_gives_no_result(tile: Tile, dtype: 
     r = matmul(x, x.mT, symmetric=True, tile=tile)
     before = x.clone(), r.clone()
     matmul(r, r, r, alpha=2.0, beta=0.5, symmetric=True, tile=tile)
-    matmul(r, x, x, beta=0.5, tile=tile)
+    product(r, x, tile)
     assert torch.equal(x, before[0]) and torch.equal(r, before[1])
     assert matmul(x[:0], x[:0].mT, symmetric=True, tile=tile).shape == (0, 17, 17)
-    assert matmul(r[:0], x[:0], x[:0], tile=tile).shape == (0, 17, 40)
+    assert product(r[:0], x[:0], tile).shape == (0, 17, 40)
 
 
 @pytest.mark.parametrize(("tile", "dtype"), ONE_DTYPE)
@@ -227,7 +260,7 @@ def test_zero_gives_zero_and_nan_stays_in_its_matrix(tile: Tile, dtype: torch.dt
     x[0] = 0
     x[1, 3, 4] = float("nan")
     r = matmul(x, x.mT, symmetric=True, tile=tile)
-    p = matmul(r, x, x, beta=0.5, tile=tile)
+    p = product(r, x, tile)
     assert r[0].count_nonzero() == 0 and p[0].count_nonzero() == 0
     assert r[1].isnan().any() and p[1].isnan().any()
     assert r[2].isfinite().all() and p[2].isfinite().all()
@@ -242,11 +275,11 @@ def test_a_result_does_not_depend_on_its_batch(tall: bool, tile: Tile, dtype: to
     for m, n in [(17, 40), (16, 133), (48, 48), *(((300, 777), (1024, 1024), (128, 16384)) if GPU else ())]:
         x = unit(5, m, n, dtype, tall)
         r = matmul(x, x.mT, symmetric=True, tile=tile)
-        p = matmul(r, x, x, beta=0.5, tile=tile)
+        p = product(r, x, tile)
         for part in (slice(0, 1), slice(4, 5), slice(1, 4)):
             alone = matmul(x[part], x[part].mT, symmetric=True, tile=tile)
             assert torch.equal(alone, r[part])
-            assert torch.equal(matmul(alone, x[part], x[part], beta=0.5, tile=tile), p[part])
+            assert torch.equal(product(alone, x[part], tile), p[part])
 
 
 @needs_hopper
@@ -256,17 +289,24 @@ def test_tiles_agree_bit_for_bit(dtype: torch.dtype) -> None:
     for m, n in [(17, 40), (300, 777), (1024, 1024), (512, 8192), (2048, 2048)]:
         for tall in (False, True):
             x = unit(2, m, n, dtype, tall)
-            small, wide = (matmul(x, x.mT, symmetric=True, tile=tile) for tile in (SMALL, WIDE))
-            assert torch.equal(small, wide)
-            r = small
-            z = matmul(r, r, r, alpha=2.0315, beta=-4.775, symmetric=True)
-            small, wide = (matmul(z, r, r, alpha=1.0, beta=3.4445, symmetric=True, tile=tile) for tile in (SMALL, WIDE))
-            assert torch.equal(small, wide)
-            small, wide = (matmul(z, x, x, beta=3.4445, tile=tile) for tile in (SMALL, WIDE))
+            r, *others = (matmul(x, x.mT, symmetric=True, tile=tile) for tile in (SMALL, WIDE, STRIP))
+            assert all(torch.equal(r, other) for other in others)
+            scalars = {"alpha": 2.0315, "beta": -4.775, "identity": 3.4445}
+            w, *others = (matmul(r, r, r, **scalars, symmetric=True, tile=tile) for tile in (SMALL, WIDE, STRIP))
+            assert all(torch.equal(w, other) for other in others)
+            t, *others = (matmul(w, r, symmetric=True, tile=tile) for tile in (SMALL, WIDE, STRIP))
+            assert all(torch.equal(t, other) for other in others)
+            small, wide = (matmul(w, x, tile=tile) for tile in (SMALL, WIDE))
             assert torch.equal(small, wide)
 
 
 # ---- normalization --------------------------------------------------------------------------------------------------
+
+
+def normalized(matrices: list[Tensor], dtype: torch.dtype, eps: float = 1e-15) -> Tensor:
+    addresses = torch.tensor([matrix.data_ptr() for matrix in matrices], device=DEVICE)
+    aligned = all(matrix.data_ptr() % 16 == 0 for matrix in matrices)
+    return triton_backend.normalize(addresses, *matrices[0].shape, dtype, eps, aligned=aligned)
 
 
 def views(rows: int, cols: int, magnitude: float = 1.0) -> list[Tensor]:
@@ -284,8 +324,8 @@ def test_normalize_is_the_plain_normalization(shape: tuple[int, int], dtype: tor
     for magnitude in (1.0, 1e-30, 1e25, 1e-40, 0.0):
         matrices = views(*shape, magnitude)
         before = [matrix.clone() for matrix in matrices]
-        out = triton_backend.normalize(matrices, dtype, settings.eps)
-        plain = TorchOperations().normalize(matrices, settings.dtype, settings.eps)
+        out = normalized(matrices, dtype, settings.eps)
+        plain = torch_backend.normalize(matrices, settings.dtype, settings.eps)
         assert out.shape == plain.shape and out.dtype == dtype and triton_backend._describable(out)
         # One division by a norm that may be rounded otherwise.
         limits = torch.finfo(dtype)
@@ -293,14 +333,15 @@ def test_normalize_is_the_plain_normalization(shape: tuple[int, int], dtype: tor
         assert bool((error <= limits.eps * (plain.double().abs() + limits.smallest_normal)).all())
         assert all(torch.equal(matrix, other) for matrix, other in zip(matrices, before, strict=True))
         for index, matrix in enumerate(matrices):
-            assert torch.equal(triton_backend.normalize([matrix.clone()], dtype, settings.eps)[0], out[index])
+            alone = matrix.clone()
+            assert torch.equal(normalized([alone], dtype, settings.eps)[0], out[index])
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_normalize_shows_what_is_not_finite_in_its_matrix_only(poison: float) -> None:
     matrices = views(17, 40)
     matrices[1][3, 4] = poison
-    out = triton_backend.normalize(matrices, torch.float16, 1e-15)
+    out = normalized(matrices, torch.float16)
     assert bool(out[1].isnan().all()) and bool(out[::2].isfinite().all())
 
 
@@ -361,22 +402,24 @@ def test_offsets_beyond_2_to_the_31_are_reached(tile: Tile, dtype: torch.dtype) 
         far.copy_(x)
         r = matmul(far, far.mT, symmetric=True, tile=tile)
         assert torch.equal(r, matmul(x, x.mT, symmetric=True, tile=tile))
-        assert torch.equal(matmul(r, far, far, beta=0.5, tile=tile), matmul(r, x, x, beta=0.5, tile=tile))
+        assert torch.equal(product(r, far, tile), product(r, x, tile))
     out = spread(m, m).zero_()
     multiply = triton_backend.multiply_descriptors if tile.descriptors else triton_backend.multiply_pointers
-    multiply(x, x.mT, None, out, 1.0, 1.0, True, tile)
+    multiply(x, x.mT, None, out, (1.0, 1.0, 0.0), True, tile)
     assert torch.equal(out, r)
 
 
 # ---- choice of the tile ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tile", [SMALL, WIDE, POINTERS, POINTERS_FP32, *TILES.values()], ids=str)
+@pytest.mark.parametrize("tile", [SMALL, WIDE, STRIP, POINTERS, POINTERS_FP32, *TILES.values()], ids=str)
 def test_count_is_the_number_of_blocks(tile: Tile) -> None:
     for m, n in itertools.product((1, 127, 128, 129, 255, 257, 1000, 4096), repeat=2):
         rows, cols = range(0, m, tile.rows), range(0, n, tile.cols)
-        assert tile.count(m, n, symmetric=False) == len(rows) * len(cols)
-        lower = [(row, col) for row in rows for col in range(0, m, tile.cols) if col <= row]
+        if not tile.strip:
+            assert tile.count(m, n, symmetric=False) == len(rows) * len(cols)
+        # Those with something on or below the diagonal of their row of blocks.
+        lower = [(row, col) for row in rows for col in range(0, row + tile.rows, tile.cols)]
         assert tile.count(m, m, symmetric=True) == len(lower)
 
 
@@ -385,7 +428,7 @@ def test_descriptors_are_for_half_precision_on_hopper(symmetric: bool) -> None:
     for batch, m, n in itertools.product((1, 7, 100), (1, 100, 1024, 4096), (1, 1024, 11008)):
         for dtype in (torch.float16, torch.bfloat16):
             hopper = choose_tile(batch, m, n, m, symmetric=symmetric, sms=132, capability=(9, 0), dtype=dtype)
-            assert hopper in (SMALL, WIDE)
+            assert hopper in ((SMALL, WIDE, STRIP) if symmetric else (SMALL, WIDE))
             for capability in ((8, 0), (8, 9), (10, 0), (12, 0), (0, 0)):
                 other = choose_tile(batch, m, n, m, symmetric=symmetric, sms=132, capability=capability, dtype=dtype)
                 assert other == POINTERS
@@ -406,6 +449,9 @@ def test_descriptors_are_for_half_precision_on_hopper(symmetric: bool) -> None:
         (12, 2048, False, WIDE),
         (6, 4096, False, WIDE),
         (1, 1024, False, SMALL),
+        (1, 2048, True, STRIP),
+        (4, 1024, True, STRIP),
+        (1, 1024, True, SMALL),
     ],
 )
 def test_the_tile_is_the_one_measured_faster_on_h100(batch: int, side: int, symmetric: bool, tile: Tile) -> None:
@@ -456,28 +502,39 @@ def test_orthogonalize_is_the_reference_for_every_shape_in_any_company(method: s
 
 @needs_gpu
 @pytest.mark.parametrize("shape", [(64, 64), (1024, 1024), (512, 2048), (2048, 512), (300, 777)])
-def test_a_replayed_graph_gives_the_same_bits_as_its_kernels(shape: tuple[int, int]) -> None:
-    settings, graphs = by_triton(torch.float16), GraphCache()
-    iterate = functools.partial(newton_schulz.gram, triples=settings.triples, ops=triton_backend.TritonOperations())
-    flops = settings.cost(*shape)
+def test_a_replayed_graph_gives_the_same_bits_as_its_kernels(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = by_triton(torch.float16)
+    replaying, launching = triton_backend.TritonOperations(), triton_backend.TritonOperations()
+    monkeypatch.setattr(launching._graphs, "run", lambda key, source, work, **sizes: work(source))
     earlier = []
     for step in range(5):
         matrices = [gaussian(*shape, seed=3 * step + i) for i in range(3)]
-        x = triton_backend.normalize(matrices, torch.float16, 1e-15)
-        x = x.mT if shape[0] > shape[1] else x
-        found, expected = graphs.run("key", x, 3 * flops, iterate), iterate(x)
-        assert torch.equal(found, expected)
-        earlier.append((found, expected))
+        results = []
+        for operations in (replaying, launching):
+            monkeypatch.setitem(BACKENDS, "triton", lambda operations=operations: operations)
+            results.append(orthogonalize(matrices, settings))
+        assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+        earlier.append(results)
         # What came out before is left alone.
-        assert all(torch.equal(a, b) for a, b in earlier)
+        assert all(torch.equal(*pair) for results in earlier for pair in zip(*results, strict=True))
+    assert sum(graph is not None for graph in replaying._graphs._graphs.values()) == 1
 
 
 @needs_gpu
-def test_graphs_keep_no_more_than_they_may() -> None:
+def test_graphs_share_their_temporaries_and_keep_no_more_than_they_may() -> None:
     graphs = GraphCache()
-    for side in range(1024, 4097, 1024):
-        for batch in (1, 4):
-            x = torch.zeros(batch, side, side, dtype=torch.float16, device=DEVICE)
-            for _ in range(3):
-                graphs.run("key", x, 1, lambda x: x * 2)
-    assert 0 < graphs._kept <= 256 << 20
+    sources = []
+    for step in range(3):
+        for side in range(1024, 8193, 1024):
+            source = torch.full((1,), side, dtype=torch.float32, device=DEVICE)
+
+            def work(source: Tensor, side: int = side) -> Tensor:
+                temporary = source * torch.ones(side, side, device=DEVICE)
+                return temporary + temporary.mT
+
+            out = graphs.run(side, source, work, flops=1, nbytes=4 * side * side)
+            assert torch.equal(out, torch.full((side, side), 2.0 * side, device=DEVICE)), step
+            sources.append(source)
+    assert 0 < graphs._kept <= 512 << 20

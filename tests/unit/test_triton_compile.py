@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import importlib.util
-import itertools
 import json
 import os
 import re
@@ -62,14 +61,16 @@ class Usage:
 def cases() -> Iterator[Case]:
     # X X^T and R R, of wide and tall matrices; R X and, for tall ones, X^T R.
     operands = {True: [(False, True), (True, False), (False, False)], False: [(False, False), (True, False)]}
-    for symmetric, has_c in itertools.product((True, False), repeat=2):
+    for symmetric, has_c in ((True, True), (True, False), (False, False)):
+        descriptors = ("SMALL", "WIDE", "STRIP") if symmetric else ("SMALL", "WIDE")
         for transposed in operands[symmetric]:
-            for tile in ("SMALL", "WIDE"):
+            for tile in descriptors:
                 yield Case(tile, 90, "fp16", symmetric, has_c, transposed)
             yield Case("POINTERS", 80, "fp16", symmetric, has_c, transposed)
             yield Case("POINTERS_FP32", 80, "fp32", symmetric, has_c, transposed)
-        for tile, dtype in (("SMALL", "bf16"), ("WIDE", "bf16"), ("POINTERS", "bf16"), ("POINTERS_FP32", "fp32")):
-            yield Case(tile, 90, dtype, symmetric, has_c, operands[symmetric][-1])
+        for tile in (*descriptors, "POINTERS"):
+            yield Case(tile, 90, "bf16", symmetric, has_c, operands[symmetric][-1])
+        yield Case("POINTERS_FP32", 90, "fp32", symmetric, has_c, operands[symmetric][-1])
 
 
 CASES = list(cases())
@@ -83,34 +84,37 @@ def compile_case(case: Case) -> Usage:
     from ds_muon.orthogonalize import triton_backend, triton_kernels
 
     tile = getattr(triton_backend, case.tile)
-    constants: dict[str, Any] = {
-        "ROWS": tile.rows, "COLS": tile.cols, "DEPTH": tile.depth, "GROUP": 8,
-        "SYMMETRIC": case.symmetric, "HAS_C": case.has_c,
-    }  # fmt: skip
+    constants: dict[str, Any] = {"ROWS": tile.rows, "COLS": tile.cols, "DEPTH": tile.depth, "HAS_C": case.has_c}
     a_transposed, b_transposed = case.transposed
-    signature: dict[str, str] = {"alpha": "fp32", "beta": "fp32"}
+    signature: dict[str, str] = {"alpha": "fp32", "beta": "fp32", "identity": "fp32"}
     attributes = {}
     if tile.descriptors:
-        kernel = triton_kernels.matmul_descriptors
-        constants |= {"PIECES": tile.pieces, "FLATTEN": tile.flatten and not case.symmetric}
-        constants |= {"A_TRANSPOSED": a_transposed, "B_TRANSPOSED": b_transposed}
+        kernel = triton_kernels.matmul_strips if tile.strip else triton_kernels.matmul_descriptors
+        constants |= {"PIECES": tile.pieces, "A_TRANSPOSED": a_transposed, "B_TRANSPOSED": b_transposed}
+        widths = {"b": tile.rows, "b_strip": tile.strip} if tile.strip else {"b": tile.cols, "b_square": tile.rows}
         blocks = {
             "a": (tile.depth, tile.rows) if a_transposed else (tile.rows, tile.depth),
-            "b": (tile.cols, tile.depth) if b_transposed else (tile.depth, tile.cols),
             "c": (tile.rows, tile.rows),
             "out": (tile.rows, tile.rows // tile.pieces),
             "mirror": (tile.rows // tile.pieces, tile.rows),
         }
+        blocks |= {name: (cols, tile.depth) if b_transposed else (tile.depth, cols) for name, cols in widths.items()}
+        if tile.strip:
+            blocks |= {name: (tile.rows, tile.strip) for name in ("c_strip", "out_strip")}
+            blocks |= {"mirror_strip": (tile.strip, tile.rows)}
+        else:
+            constants |= {"FLATTEN": tile.flatten and not case.symmetric, "GROUP": 8, "SYMMETRIC": case.symmetric}
         signature |= {name: f"tensordesc<{case.dtype}[1, {rows}, {cols}]>" for name, (rows, cols) in blocks.items()}
     else:
         kernel = triton_kernels.matmul_pointers
+        constants |= {"GROUP": 8, "SYMMETRIC": case.symmetric}
         # A stride of one is a constant, sizes and other strides are multiples of 16.
         constants |= {"a_row" if a_transposed else "a_col": 1, "b_row" if b_transposed else "b_col": 1}
         signature |= {name: f"*{case.dtype}" for name in ("a", "b", "c", "out")}
         attributes = {
             (index,): [["tt.divisibility", 16]]
             for index, name in enumerate(kernel.arg_names)
-            if name not in {"alpha", "beta", "tiles", *constants}
+            if name not in {"alpha", "beta", "identity", "tiles", *constants}
         }
     signature = {name: "constexpr" if name in constants else signature.get(name, "i32") for name in kernel.arg_names}
     compiled = triton.compile(
@@ -168,7 +172,7 @@ def test_half_precision_runs_on_tensor_cores_and_fp32_does_not(case: Case, usage
     usage = usages[case]
     assert usage.tensor_cores == (case.dtype != "fp32")
     assert usage.wgmma == (case.dtype != "fp32" and case.arch == 90)
-    assert (usage.tma_stores > 0) == (case.tile in ("SMALL", "WIDE"))
+    assert (usage.tma_stores > 0) == (case.tile in ("SMALL", "WIDE", "STRIP"))
 
 
 if __name__ == "__main__":
