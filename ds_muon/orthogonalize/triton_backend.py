@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import torch
@@ -32,8 +32,7 @@ class Tile:
     """How a kernel cuts a product into blocks.
 
     Attributes:
-        rows, cols: block of the result that one program computes at a time: a square, two of them side by side, or, for
-            symmetric products only, a square and a strip.
+        rows, cols: block of the result that one program computes at a time: a square, or two of them side by side.
         depth: length of K that is in flight per stage.
         warps, stages: warps of a program, and buffers of its pipeline.
         programs_per_sm: programs that registers and shared memory admit on one multiprocessor: the persistent grid of
@@ -42,6 +41,7 @@ class Tile:
             four, two programs of the 128 x 128 tile live on one multiprocessor.
         flatten: make one loop of blocks and K. Only plain products: Triton 3.6 cannot flatten around a branch, and a
             symmetric product needs one at the diagonal.
+        quarters: four programs for each block that is more than one per multiprocessor. Only symmetric products.
     """
 
     rows: int
@@ -52,15 +52,11 @@ class Tile:
     programs_per_sm: int = 0
     pieces: int = 1
     flatten: bool = False
+    quarters: bool = False
 
     @property
     def descriptors(self) -> bool:
         return self.programs_per_sm > 0
-
-    @property
-    def strip(self) -> int:
-        """Columns of the strip beside the square; 0 for tiles of whole squares."""
-        return self.cols % self.rows
 
     def count(self, m: int, n: int, symmetric: bool) -> int:
         """Blocks of one (m, n) result; of a symmetric one, those with something on or below the diagonal."""
@@ -69,17 +65,17 @@ class Tile:
         return sum(_ceil_div((row + 1) * self.rows, self.cols) for row in range(_ceil_div(m, self.rows)))
 
 
-# Measured on H100 in kernels of this form: SMALL wins up to sides of 1024 and where blocks are few, WIDE, which reads
-# a quarter less from L2, elsewhere. STRIP is for what SMALL does in a round and a bit.
+# Measured on H100 and H200 in kernels of this form: SMALL wins in symmetric products until their operands overrun L2,
+# WIDE, which reads a quarter less, there and in plain products. QUARTERS is for what SMALL does in a round and a bit.
 SMALL = Tile(128, 128, 64, warps=4, stages=3, programs_per_sm=2, pieces=4)
 WIDE = Tile(128, 256, 64, warps=8, stages=3, programs_per_sm=1, flatten=True)
-STRIP = Tile(128, 160, 64, warps=8, stages=4, programs_per_sm=1, pieces=1)
+QUARTERS = replace(SMALL, quarters=True)
 # Any GPU. Eight warps leave registers for the addresses of ragged rows, and for fp32 products without tensor cores.
 POINTERS = Tile(128, 128, 32, warps=8, stages=4)
 POINTERS_FP32 = Tile(128, 128, 16, warps=8, stages=3)
 
 # Most parts in which a matrix is normalized, and elements that a program handles at a time.
-_PARTS = 256
+_PARTS = 1024
 _BLOCK = 4096
 
 # Rows of blocks that are worked on together, so that they share operands in L2. A multiple of cols / rows.
@@ -95,6 +91,7 @@ def choose_tile(
     *,
     symmetric: bool,
     sms: int,
+    l2_bytes: int,
     capability: tuple[int, int],
     dtype: torch.dtype,
 ) -> Tile:
@@ -107,10 +104,15 @@ def choose_tile(
     if capability[0] != 9 or TensorDescriptor is None:
         return POINTERS
     # Two small blocks share a multiprocessor at half the speed each. A wide block is faster than the two small ones
-    # that it replaces where the operands of small ones overrun L2's bandwidth.
-    wide_block = 2.0 if max(m, n, k) <= (2048 if symmetric else 1024) else 1.65
-    tiles = [(SMALL, 1.0), (WIDE, wide_block), *([(STRIP, 1.3)] if symmetric else [])]
-    rounds = {tile: block * _ceil_div(batch * tile.count(m, n, symmetric), sms) for tile, block in tiles}
+    # that it replaces where the operands of small ones overrun L2.
+    small, wide = (batch * tile.count(m, n, symmetric) for tile in (SMALL, WIDE))
+    if symmetric:
+        wide_block = 2.0 if m * k * dtype.itemsize <= 0.6 * l2_bytes else 1.7
+    else:
+        wide_block = 2.0 if max(m, n, k) <= 512 else 1.9 if max(m, n, k) <= 1024 else 1.65
+    rounds = {SMALL: 1.0 * _ceil_div(small, sms), WIDE: wide_block * _ceil_div(wide, sms)}
+    if symmetric and sms < small and 4 * (small - sms) <= sms:
+        rounds[QUARTERS] = 1.4
     return min(rounds, key=lambda tile: rounds[tile])
 
 
@@ -209,13 +211,15 @@ def normalize(
     part_size = _ceil_div(numel, parts * _BLOCK) * _BLOCK
     largest = torch.empty(batch, parts, dtype=torch.float32, device=device)
     squares = torch.empty(batch, parts, dtype=torch.float64, device=device)
+    divisors = torch.empty(batch, 2, dtype=torch.float32, device=device)
     constants = {"PARTS": parts, "BLOCK": _BLOCK, "ALIGNED": aligned, "num_warps": 8}
     pitch = out.stride(1)
     eps = max(eps, torch.finfo(torch.float32).tiny)
     with _current(device):
         triton_kernels.measure[(batch * parts,)](addresses, largest, squares, numel, part_size, **constants)
+        triton_kernels.combine[(batch,)](largest, squares, divisors, eps, PARTS=parts)
         triton_kernels.scale[(batch * parts,)](
-            addresses, largest, squares, out, numel, part_size, rows, cols, pitch, eps, DENSE=pitch == cols, **constants
+            addresses, divisors, out, numel, part_size, rows, cols, pitch, DENSE=pitch == cols, **constants
         )
     return out
 
@@ -245,8 +249,11 @@ def matmul(
     batch, m, k = a.shape
     n = b.shape[2]
     if tile is None:
-        sms, capability = _properties(a.device)
-        tile = choose_tile(batch, m, n, k, symmetric=symmetric, sms=sms, capability=capability, dtype=a.dtype)
+        sms, l2_bytes, capability = _properties(a.device)
+        tile = choose_tile(
+            batch, m, n, k,
+            symmetric=symmetric, sms=sms, l2_bytes=l2_bytes, capability=capability, dtype=a.dtype,
+        )  # fmt: skip
     model = b if out is None else out
     transposed = not symmetric and model.stride(2) != 1 and model.stride(1) == 1
     if out is None:
@@ -292,29 +299,27 @@ def multiply_descriptors(
     c, _ = (out, False) if c is None else _stored(c)
     square, piece = tile.rows, tile.rows // tile.pieces
 
-    def block_of_b(cols: int) -> TensorDescriptor:
-        return describe(b, *((cols, tile.depth) if b_transposed else (tile.depth, cols)))
+    def operands(rows: int, cols: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+        of_a = describe(a, *((tile.depth, rows) if a_transposed else (rows, tile.depth)))
+        return of_a, describe(b, *((cols, tile.depth) if b_transposed else (tile.depth, cols)))
 
-    of_a = describe(a, *((tile.depth, square) if a_transposed else (square, tile.depth)))
     stores = describe(out, square, piece), describe(out, piece, square)
-    tiles = tile.count(m, n, symmetric)
-    grid = (min(batch * tiles, tile.programs_per_sm * _properties(a.device)[0]),)
+    tiles, sms = tile.count(m, n, symmetric), _properties(a.device)[0]
     constants = {
-        "ROWS": tile.rows, "COLS": tile.cols, "DEPTH": tile.depth, "PIECES": tile.pieces,
-        "A_TRANSPOSED": a_transposed, "B_TRANSPOSED": b_transposed, "HAS_C": c is not out,
-        "num_warps": tile.warps, "num_stages": tile.stages,
+        "DEPTH": tile.depth, "GROUP": _GROUP, "PIECES": tile.pieces, "HAS_C": c is not out,
+        "A_TRANSPOSED": a_transposed, "B_TRANSPOSED": b_transposed, "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
-    if strip := tile.strip:
-        triton_kernels.matmul_strips[grid](
-            of_a, block_of_b(square), block_of_b(strip), describe(c, square, square), describe(c, square, strip),
-            *stores, describe(out, square, strip), describe(out, strip, square), batch, tiles, m, k, *scalars,
-            **constants,
+    if tile.quarters:
+        half, whole = square // 2, min(batch * tiles, sms)
+        triton_kernels.matmul_quarters[(whole + 4 * (batch * tiles - whole),)](
+            *operands(square, square), describe(c, square, square), *stores,
+            *operands(half, half), describe(c, half, half), describe(out, half, half),
+            whole, tiles, m, k, *scalars, SIDE=square, **constants,
         )  # fmt: skip
     else:
-        triton_kernels.matmul_descriptors[grid](
-            of_a, block_of_b(tile.cols), block_of_b(square), describe(c, square, square), *stores,
-            batch, tiles, m, n, k, *scalars,
-            GROUP=_GROUP, FLATTEN=tile.flatten and not symmetric, SYMMETRIC=symmetric, **constants,
+        triton_kernels.matmul_descriptors[(min(batch * tiles, tile.programs_per_sm * sms),)](
+            *operands(square, tile.cols), describe(c, square, square), *stores, batch, tiles, m, n, k, *scalars,
+            ROWS=tile.rows, COLS=tile.cols, FLATTEN=tile.flatten and not symmetric, SYMMETRIC=symmetric, **constants,
         )  # fmt: skip
 
 
@@ -384,14 +389,14 @@ def _addresses(addresses: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 @lru_cache
-def _properties(device: torch.device) -> tuple[int, tuple[int, int]]:
-    """Multiprocessors and NVIDIA's compute capability; of the CPU, where Triton's interpreter runs, one and (0, 0)."""
+def _properties(device: torch.device) -> tuple[int, int, tuple[int, int]]:
+    """Multiprocessors, bytes of L2 and NVIDIA's compute capability; of the CPU, where Triton's interpreter runs, one."""
     if device.type != "cuda":
-        return 1, (0, 0)
+        return 1, 1 << 20, (0, 0)
     properties = torch.cuda.get_device_properties(device)
     # AMD counts to 9 as well.
     capability = (0, 0) if torch.version.hip else (properties.major, properties.minor)
-    return properties.multi_processor_count, capability
+    return properties.multi_processor_count, properties.L2_cache_size, capability
 
 
 def _ceil_div(a: int, b: int) -> int:

@@ -1,6 +1,6 @@
 """The Triton kernels: ``out = alpha A B + beta C + identity I`` for a batch of matrices, in two ways to reach memory.
 
-``matmul_descriptors`` and ``matmul_strips`` move tiles with the TMA unit of Hopper GPUs; ``matmul_pointers`` loads and
+``matmul_descriptors`` and ``matmul_quarters`` move tiles with the TMA unit of Hopper GPUs; ``matmul_pointers`` loads and
 stores through masked pointers and runs on every GPU. All accumulate in fp32, walk K upwards in one piece, and end in
 the same expression, so that neither the tile nor the batch changes a bit of the result.
 
@@ -161,7 +161,7 @@ def _finish(
 
 @triton.jit(do_not_specialize=["batch", "tiles", "m", "n", "k"])
 def matmul_descriptors(
-    a, b, b_square, c, out, mirror, batch, tiles, m, n, k, alpha, beta, identity,
+    a, b, c, out, mirror, batch, tiles, m, n, k, alpha, beta, identity,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, PIECES: tl.constexpr,
     FLATTEN: tl.constexpr, A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr,
     SYMMETRIC: tl.constexpr, HAS_C: tl.constexpr,
@@ -170,7 +170,6 @@ def matmul_descriptors(
 
     ``a``, ``b``, ``c``, ``out`` and ``mirror`` are descriptors with exact bounds per matrix, so no ragged side needs a
     mask. ``out`` and ``mirror`` describe the same storage; their blocks are a slice of a square and its transpose.
-    ``b_square`` describes B in blocks of ROWS columns, for tiles of which the right half lies above the diagonal.
     FLATTEN makes one loop of the tiles and of K, which loads the next tile while this one is being stored.
     """
     tl.static_assert(COLS == ROWS or COLS == 2 * ROWS)
@@ -183,69 +182,52 @@ def matmul_descriptors(
     for index in tl.range(start, batch * tiles, programs, flatten=FLATTEN):
         matrix = index // tiles
         row, col = _position(index % tiles, tile_rows, tile_cols, COLS // ROWS, GROUP, SYMMETRIC)
-        if SYMMETRIC and COLS > ROWS:
-            row *= ROWS
-            col *= COLS
-            if col == row:
-                square = _multiply(a, b_square, matrix, row, col, k, ROWS, ROWS, DEPTH, A_TRANSPOSED, B_TRANSPOSED)
-                _finish(square, c, out, mirror, matrix, row, col, alpha, beta, identity, PIECES, SYMMETRIC, HAS_C)
-            else:
-                pair = _multiply(a, b, matrix, row, col, k, ROWS, COLS, DEPTH, A_TRANSPOSED, B_TRANSPOSED)
-                left, right = _halves(pair)
-                _finish(left, c, out, mirror, matrix, row, col, alpha, beta, identity, PIECES, SYMMETRIC, HAS_C)
-                col += ROWS
-                _finish(right, c, out, mirror, matrix, row, col, alpha, beta, identity, PIECES, SYMMETRIC, HAS_C)
+        acc = _multiply(a, b, matrix, row * ROWS, col * COLS, k, ROWS, COLS, DEPTH, A_TRANSPOSED, B_TRANSPOSED)
+        finished += programs
+        matrix = finished // tiles
+        row, col = _position(finished % tiles, tile_rows, tile_cols, COLS // ROWS, GROUP, SYMMETRIC)
+        row *= ROWS
+        col *= COLS
+        if COLS == ROWS:
+            _finish(acc, c, out, mirror, matrix, row, col, alpha, beta, identity, PIECES, SYMMETRIC, HAS_C)
         else:
-            acc = _multiply(a, b, matrix, row * ROWS, col * COLS, k, ROWS, COLS, DEPTH, A_TRANSPOSED, B_TRANSPOSED)
-            finished += programs
-            matrix = finished // tiles
-            row, col = _position(finished % tiles, tile_rows, tile_cols, COLS // ROWS, GROUP, SYMMETRIC)
-            row *= ROWS
-            col *= COLS
-            if COLS == ROWS:
-                _finish(acc, c, out, mirror, matrix, row, col, alpha, beta, identity, PIECES, SYMMETRIC, HAS_C)
-            else:
-                left, right = _halves(acc)
-                _finish(left, c, out, mirror, matrix, row, col, alpha, beta, identity, PIECES, SYMMETRIC, HAS_C)
-                col += ROWS
+            left, right = _halves(acc)
+            _finish(left, c, out, mirror, matrix, row, col, alpha, beta, identity, PIECES, SYMMETRIC, HAS_C)
+            col += ROWS
+            # What a wide tile holds above the diagonal belongs to another tile.
+            if not SYMMETRIC or col <= row:
                 _finish(right, c, out, mirror, matrix, row, col, alpha, beta, identity, PIECES, SYMMETRIC, HAS_C)
 
 
-@triton.jit(do_not_specialize=["batch", "tiles", "m", "k"])
-def matmul_strips(
-    a, b, b_strip, c, c_strip, out, mirror, out_strip, mirror_strip, batch, tiles, m, k, alpha, beta, identity,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, PIECES: tl.constexpr,
+@triton.jit(do_not_specialize=["whole", "tiles", "m", "k"])
+def matmul_quarters(
+    a, b, c, out, mirror, a_half, b_half, c_half, out_half, whole, tiles, m, k, alpha, beta, identity,
+    SIDE: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, PIECES: tl.constexpr,
     A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, HAS_C: tl.constexpr,
 ):  # fmt: skip
-    """A symmetric product in tiles of a square and a strip of COLS - ROWS columns to its left.
+    """A symmetric product in square tiles: one program for each of the first ``whole``, four for each of the rest.
 
-    For few matrices: a tile a quarter wider than a square lets those fit in one round that would need a second for the
-    last few. A row of tiles starts on its right, with the square on the diagonal; what sticks out on the left is
-    clipped.
+    For few matrices: where every multiprocessor has a tile and a few have a second, the quarters of those few spread
+    over the others. The descriptors named ``half`` are those of blocks half as wide and high, stores included.
     """
-    STRIP: tl.constexpr = COLS - ROWS
-    for index in tl.range(tl.program_id(0), batch * tiles, tl.num_programs(0)):
-        matrix = index // tiles
-        rest = index % tiles
-        row = 0
-        width = 1
-        while rest >= width:
-            rest -= width
-            row += 1
-            width = tl.cdiv((row + 1) * ROWS, COLS)
-        row *= ROWS
-        col = row - rest * COLS
-        square = tl.zeros((ROWS, ROWS), dtype=tl.float32)
-        strip = tl.zeros((ROWS, STRIP), dtype=tl.float32)
-        for step in range(tl.cdiv(k, DEPTH)):
-            x = _load(a, matrix, row, step * DEPTH, ROWS, DEPTH, A_TRANSPOSED)
-            y = _load(b, matrix, step * DEPTH, col, DEPTH, ROWS, B_TRANSPOSED)
-            z = _load(b_strip, matrix, step * DEPTH, col - STRIP, DEPTH, STRIP, B_TRANSPOSED)
-            square = tl.dot(x, y, square, input_precision="ieee")
-            strip = tl.dot(x, z, strip, input_precision="ieee")
-        _finish(square, c, out, mirror, matrix, row, col, alpha, beta, identity, PIECES, True, HAS_C)
-        col -= STRIP
-        _finish_below(strip, c_strip, out_strip, mirror_strip, matrix, row, col, alpha, beta, 1, HAS_C)
+    HALF: tl.constexpr = SIDE // 2
+    program = tl.program_id(0)
+    beyond = tl.maximum(program - whole, 0)
+    index = tl.minimum(program, whole) + beyond // 4
+    side = tl.cdiv(m, SIDE)
+    row, col = _position(index % tiles, side, side, 1, GROUP, True)
+    matrix = index // tiles
+    row *= SIDE
+    col *= SIDE
+    if program < whole:
+        acc = _multiply(a, b, matrix, row, col, k, SIDE, SIDE, DEPTH, A_TRANSPOSED, B_TRANSPOSED)
+        _finish(acc, c, out, mirror, matrix, row, col, alpha, beta, identity, PIECES, True, HAS_C)
+    else:
+        row += beyond % 4 // 2 * HALF
+        col += beyond % 2 * HALF
+        if col <= row:
+            quarter = _multiply(a_half, b_half, matrix, row, col, k, HALF, HALF, DEPTH, A_TRANSPOSED, B_TRANSPOSED)
+            _finish(quarter, c_half, out_half, out_half, matrix, row, col, alpha, beta, identity, 1, True, HAS_C)
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -333,22 +315,28 @@ def measure(
 
 
 @triton.jit
-def scale(
-    pointers, largest, squares, out, numel, part_size, rows, cols, pitch, eps,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, DENSE: tl.constexpr,
-):  # fmt: skip
-    """Write every matrix, over its largest magnitude and then over its norm, to ``out``: (batch, rows, pitch).
-
-    ``largest`` and ``squares``: by ``measure``. DENSE: ``pitch`` is ``cols``.
-    """
-    # From the end: what ``measure`` read last is still in L2.
-    matrix, x, part = _matrix_and_part(pointers, tl.num_programs(0) - 1 - tl.program_id(0), PARTS, ALIGNED)
+def combine(largest, squares, divisors, eps, PARTS: tl.constexpr):
+    """Write each matrix's largest magnitude and its norm after the division by that to ``divisors``: (batch, 2)."""
+    matrix = tl.program_id(0)
     parts = matrix * PARTS + tl.arange(0, PARTS)
     tiny = 1.1754943508222875e-38
     magnitude = tl.maximum(tl.max(tl.load(largest + parts)), tiny)
     norm = (tl.sqrt(tl.sum(tl.load(squares + parts))) / magnitude.to(tl.float64)).to(tl.float32)
+    tl.store(divisors + 2 * matrix, magnitude)
     # A NaN must not be taken for zero: the sum holds it, where a maximum may drop it.
-    norm = tl.maximum(norm, eps, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(divisors + 2 * matrix + 1, tl.maximum(norm, eps, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
+def scale(
+    pointers, divisors, out, numel, part_size, rows, cols, pitch,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, DENSE: tl.constexpr,
+):  # fmt: skip
+    """Write every matrix, over both its ``divisors``, to ``out``: (batch, rows, pitch). DENSE: that is ``cols``."""
+    # From the end: what ``measure`` read last is still in L2.
+    matrix, x, part = _matrix_and_part(pointers, tl.num_programs(0) - 1 - tl.program_id(0), PARTS, ALIGNED)
+    magnitude = tl.load(divisors + 2 * matrix)
+    norm = tl.load(divisors + 2 * matrix + 1)
     out += matrix.to(tl.int64) * rows * pitch
     start = part.to(tl.int64) * part_size
     for step in range(0, part_size, BLOCK):

@@ -42,8 +42,8 @@ with pytest.MonkeyPatch.context() as environment:
     from ds_muon.orthogonalize.triton_backend import (
         POINTERS,
         POINTERS_FP32,
+        QUARTERS,
         SMALL,
-        STRIP,
         WIDE,
         Tile,
         choose_tile,
@@ -56,13 +56,13 @@ HOPPER = GPU and torch.cuda.get_device_capability()[0] == 9
 DTYPES = [torch.float32, torch.float16, torch.bfloat16] if GPU else [torch.float32, torch.float16]
 if GPU:
     TILES = {"pointers": POINTERS, "pointers_fp32": POINTERS_FP32}
-    TILES |= {"small": SMALL, "wide": WIDE, "strip": STRIP} if HOPPER else {}
+    TILES |= {"small": SMALL, "wide": WIDE, "quarters": QUARTERS} if HOPPER else {}
 else:
     TILES = {
         "pointers": Tile(32, 32, 32, warps=4, stages=3),
         "small": Tile(32, 32, 32, warps=4, stages=3, programs_per_sm=2, pieces=4),
         "wide": Tile(32, 64, 32, warps=4, stages=3, programs_per_sm=1, flatten=True),
-        "strip": Tile(32, 48, 32, warps=4, stages=3, programs_per_sm=1),
+        "quarters": Tile(32, 32, 32, warps=4, stages=3, programs_per_sm=2, pieces=4, quarters=True),
     }
 # Blocks of fp32 overflow the shared memory for which the half-precision tiles are cut, and the other way round.
 CASES = [
@@ -98,8 +98,8 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def product(a: Tensor, b: Tensor, tile: Tile, out: Tensor | None = None) -> Tensor:
-    """Plain products, which know no strips."""
-    return matmul(a, b, tile=TILES["small"] if tile.strip else tile, out=out)
+    """Plain products, which know no quarters."""
+    return matmul(a, b, tile=TILES["small"] if tile.quarters else tile, out=out)
 
 
 def gaussian(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -289,12 +289,12 @@ def test_tiles_agree_bit_for_bit(dtype: torch.dtype) -> None:
     for m, n in [(17, 40), (300, 777), (1024, 1024), (512, 8192), (2048, 2048)]:
         for tall in (False, True):
             x = unit(2, m, n, dtype, tall)
-            r, *others = (matmul(x, x.mT, symmetric=True, tile=tile) for tile in (SMALL, WIDE, STRIP))
+            r, *others = (matmul(x, x.mT, symmetric=True, tile=tile) for tile in (SMALL, WIDE, QUARTERS))
             assert all(torch.equal(r, other) for other in others)
             scalars = {"alpha": 2.0315, "beta": -4.775, "identity": 3.4445}
-            w, *others = (matmul(r, r, r, **scalars, symmetric=True, tile=tile) for tile in (SMALL, WIDE, STRIP))
+            w, *others = (matmul(r, r, r, **scalars, symmetric=True, tile=tile) for tile in (SMALL, WIDE, QUARTERS))
             assert all(torch.equal(w, other) for other in others)
-            t, *others = (matmul(w, r, symmetric=True, tile=tile) for tile in (SMALL, WIDE, STRIP))
+            t, *others = (matmul(w, r, symmetric=True, tile=tile) for tile in (SMALL, WIDE, QUARTERS))
             assert all(torch.equal(t, other) for other in others)
             small, wide = (matmul(w, x, tile=tile) for tile in (SMALL, WIDE))
             assert torch.equal(small, wide)
@@ -412,12 +412,11 @@ def test_offsets_beyond_2_to_the_31_are_reached(tile: Tile, dtype: torch.dtype) 
 # ---- choice of the tile ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tile", [SMALL, WIDE, STRIP, POINTERS, POINTERS_FP32, *TILES.values()], ids=str)
+@pytest.mark.parametrize("tile", [SMALL, WIDE, QUARTERS, POINTERS, POINTERS_FP32, *TILES.values()], ids=str)
 def test_count_is_the_number_of_blocks(tile: Tile) -> None:
     for m, n in itertools.product((1, 127, 128, 129, 255, 257, 1000, 4096), repeat=2):
         rows, cols = range(0, m, tile.rows), range(0, n, tile.cols)
-        if not tile.strip:
-            assert tile.count(m, n, symmetric=False) == len(rows) * len(cols)
+        assert tile.count(m, n, symmetric=False) == len(rows) * len(cols)
         # Those with something on or below the diagonal of their row of blocks.
         lower = [(row, col) for row in rows for col in range(0, row + tile.rows, tile.cols)]
         assert tile.count(m, m, symmetric=True) == len(lower)
@@ -427,35 +426,46 @@ def test_count_is_the_number_of_blocks(tile: Tile) -> None:
 def test_descriptors_are_for_half_precision_on_hopper(symmetric: bool) -> None:
     for batch, m, n in itertools.product((1, 7, 100), (1, 100, 1024, 4096), (1, 1024, 11008)):
         for dtype in (torch.float16, torch.bfloat16):
-            hopper = choose_tile(batch, m, n, m, symmetric=symmetric, sms=132, capability=(9, 0), dtype=dtype)
-            assert hopper in ((SMALL, WIDE, STRIP) if symmetric else (SMALL, WIDE))
+            hopper = choose_tile(
+                batch, m, n, m, symmetric=symmetric, sms=132, l2_bytes=50 << 20, capability=(9, 0), dtype=dtype
+            )
+            assert hopper in ((SMALL, WIDE, QUARTERS) if symmetric else (SMALL, WIDE))
             for capability in ((8, 0), (8, 9), (10, 0), (12, 0), (0, 0)):
-                other = choose_tile(batch, m, n, m, symmetric=symmetric, sms=132, capability=capability, dtype=dtype)
+                other = choose_tile(
+                    batch, m, n, m, symmetric=symmetric, sms=132, l2_bytes=50 << 20, capability=capability, dtype=dtype
+                )
                 assert other == POINTERS
-        fp32 = choose_tile(batch, m, n, m, symmetric=symmetric, sms=132, capability=(9, 0), dtype=torch.float32)
+        fp32 = choose_tile(
+            batch, m, n, m, symmetric=symmetric, sms=132, l2_bytes=50 << 20, capability=(9, 0), dtype=torch.float32
+        )
         assert fp32 == POINTERS_FP32
 
 
 @pytest.mark.parametrize(
-    ("batch", "side", "symmetric", "tile"),
+    ("shape", "symmetric", "tile"),
     [
-        (24, 1024, True, SMALL),
-        (12, 2048, True, SMALL),
-        (4, 2048, True, SMALL),
-        (6, 4096, True, WIDE),
-        (1, 4096, True, SMALL),
-        (48, 512, False, SMALL),
-        (24, 1024, False, SMALL),
-        (12, 2048, False, WIDE),
-        (6, 4096, False, WIDE),
-        (1, 1024, False, SMALL),
-        (1, 2048, True, STRIP),
-        (4, 1024, True, STRIP),
-        (1, 1024, True, SMALL),
+        ((24, 1024, 1024), True, SMALL),
+        ((24, 1024, 4096), True, SMALL),
+        ((12, 2048, 2048), True, SMALL),
+        ((6, 4096, 4096), True, WIDE),
+        ((4, 4096, 11008), True, WIDE),
+        ((1, 4096, 4096), True, SMALL),
+        ((1, 1024, 1024), True, SMALL),
+        ((1, 2048, 2048), True, QUARTERS),
+        ((1, 2048, 8192), True, QUARTERS),
+        ((2, 2048, 2048), True, SMALL),
+        ((48, 512, 512), False, SMALL),
+        ((24, 1024, 1024), False, WIDE),
+        ((12, 2048, 2048), False, WIDE),
+        ((6, 4096, 4096), False, WIDE),
+        ((1, 1024, 1024), False, SMALL),
     ],
 )
-def test_the_tile_is_the_one_measured_faster_on_h100(batch: int, side: int, symmetric: bool, tile: Tile) -> None:
-    chosen = choose_tile(batch, side, side, side, symmetric=symmetric, sms=132, capability=(9, 0), dtype=torch.bfloat16)
+def test_the_tile_is_the_one_measured_faster_on_h100(shape: tuple[int, int, int], symmetric: bool, tile: Tile) -> None:
+    batch, m, k = shape
+    chosen = choose_tile(
+        batch, m, m, k, symmetric=symmetric, sms=132, l2_bytes=50 << 20, capability=(9, 0), dtype=torch.bfloat16
+    )
     assert chosen == tile
 
 

@@ -62,7 +62,7 @@ def cases() -> Iterator[Case]:
     # X X^T and R R, of wide and tall matrices; R X and, for tall ones, X^T R.
     operands = {True: [(False, True), (True, False), (False, False)], False: [(False, False), (True, False)]}
     for symmetric, has_c in ((True, True), (True, False), (False, False)):
-        descriptors = ("SMALL", "WIDE", "STRIP") if symmetric else ("SMALL", "WIDE")
+        descriptors = ("SMALL", "WIDE", "QUARTERS") if symmetric else ("SMALL", "WIDE")
         for transposed in operands[symmetric]:
             for tile in descriptors:
                 yield Case(tile, 90, "fp16", symmetric, has_c, transposed)
@@ -84,30 +84,29 @@ def compile_case(case: Case) -> Usage:
     from ds_muon.orthogonalize import triton_backend, triton_kernels
 
     tile = getattr(triton_backend, case.tile)
-    constants: dict[str, Any] = {"ROWS": tile.rows, "COLS": tile.cols, "DEPTH": tile.depth, "HAS_C": case.has_c}
+    constants: dict[str, Any] = {"DEPTH": tile.depth, "GROUP": 8, "HAS_C": case.has_c}
     a_transposed, b_transposed = case.transposed
     signature: dict[str, str] = {"alpha": "fp32", "beta": "fp32", "identity": "fp32"}
     attributes = {}
     if tile.descriptors:
-        kernel = triton_kernels.matmul_strips if tile.strip else triton_kernels.matmul_descriptors
+        kernel = triton_kernels.matmul_quarters if tile.quarters else triton_kernels.matmul_descriptors
         constants |= {"PIECES": tile.pieces, "A_TRANSPOSED": a_transposed, "B_TRANSPOSED": b_transposed}
-        widths = {"b": tile.rows, "b_strip": tile.strip} if tile.strip else {"b": tile.cols, "b_square": tile.rows}
-        blocks = {
-            "a": (tile.depth, tile.rows) if a_transposed else (tile.rows, tile.depth),
-            "c": (tile.rows, tile.rows),
-            "out": (tile.rows, tile.rows // tile.pieces),
-            "mirror": (tile.rows // tile.pieces, tile.rows),
-        }
-        blocks |= {name: (cols, tile.depth) if b_transposed else (tile.depth, cols) for name, cols in widths.items()}
-        if tile.strip:
-            blocks |= {name: (tile.rows, tile.strip) for name in ("c_strip", "out_strip")}
-            blocks |= {"mirror_strip": (tile.strip, tile.rows)}
+        half, piece = tile.rows // 2, tile.rows // tile.pieces
+        blocks = {"c": (tile.rows, tile.rows), "out": (tile.rows, piece), "mirror": (piece, tile.rows)}
+        blocks |= {"c_half": (half, half), "out_half": (half, half)}
+        for name, side in (("a", tile.rows), ("a_half", half)):
+            blocks[name] = (tile.depth, side) if a_transposed else (side, tile.depth)
+        for name, side in (("b", tile.cols), ("b_half", half)):
+            blocks[name] = (side, tile.depth) if b_transposed else (tile.depth, side)
+        if tile.quarters:
+            constants |= {"SIDE": tile.rows}
         else:
-            constants |= {"FLATTEN": tile.flatten and not case.symmetric, "GROUP": 8, "SYMMETRIC": case.symmetric}
+            constants |= {"ROWS": tile.rows, "COLS": tile.cols, "SYMMETRIC": case.symmetric}
+            constants |= {"FLATTEN": tile.flatten and not case.symmetric}
         signature |= {name: f"tensordesc<{case.dtype}[1, {rows}, {cols}]>" for name, (rows, cols) in blocks.items()}
     else:
         kernel = triton_kernels.matmul_pointers
-        constants |= {"GROUP": 8, "SYMMETRIC": case.symmetric}
+        constants |= {"ROWS": tile.rows, "COLS": tile.cols, "SYMMETRIC": case.symmetric}
         # A stride of one is a constant, sizes and other strides are multiples of 16.
         constants |= {"a_row" if a_transposed else "a_col": 1, "b_row" if b_transposed else "b_col": 1}
         signature |= {name: f"*{case.dtype}" for name in ("a", "b", "c", "out")}
@@ -172,7 +171,7 @@ def test_half_precision_runs_on_tensor_cores_and_fp32_does_not(case: Case, usage
     usage = usages[case]
     assert usage.tensor_cores == (case.dtype != "fp32")
     assert usage.wgmma == (case.dtype != "fp32" and case.arch == 90)
-    assert (usage.tma_stores > 0) == (case.tile in ("SMALL", "WIDE", "STRIP"))
+    assert (usage.tma_stores > 0) == (case.tile in ("SMALL", "WIDE", "QUARTERS"))
 
 
 if __name__ == "__main__":
