@@ -390,7 +390,7 @@ def _addresses(addresses: tuple[int, ...], device: torch.device) -> Tensor:
 
 @lru_cache
 def _properties(device: torch.device) -> tuple[int, int, tuple[int, int]]:
-    """Multiprocessors, bytes of L2 and NVIDIA's compute capability; of the CPU, where Triton's interpreter runs, one."""
+    """Multiprocessors, bytes of L2 and NVIDIA's compute capability; stand-ins for the CPU, of Triton's interpreter."""
     if device.type != "cuda":
         return 1, 1 << 20, (0, 0)
     properties = torch.cuda.get_device_properties(device)

@@ -1,8 +1,8 @@
 """The Triton kernels: ``out = alpha A B + beta C + identity I`` for a batch of matrices, in two ways to reach memory.
 
-``matmul_descriptors`` and ``matmul_quarters`` move tiles with the TMA unit of Hopper GPUs; ``matmul_pointers`` loads and
-stores through masked pointers and runs on every GPU. All accumulate in fp32, walk K upwards in one piece, and end in
-the same expression, so that neither the tile nor the batch changes a bit of the result.
+``matmul_descriptors`` and ``matmul_quarters`` move tiles with the TMA unit of Hopper GPUs; ``matmul_pointers`` loads
+and stores through masked pointers and runs on every GPU. All accumulate in fp32, walk K upwards in one piece, and end
+in the same expression, so that neither the tile nor the batch changes a bit of the result.
 
 A symmetric product computes the tiles that hold something on or below the diagonal. What lies below is also stored
 transposed; what lies on it is made of its own lower triangle: A B of commuting matrices is symmetric, its rounding is
