@@ -16,12 +16,12 @@ import ds_muon
 from ds_muon import planner
 from ds_muon.bench import newton_schulz
 from ds_muon.bench.chart import draw_costs
+from ds_muon.launch import RanksFailed, run_ranks
 from ds_muon.replay import replay
 from ds_muon.verify import table
 from ds_muon.verify.engine_view import CannotVerify
 from ds_muon.verify.inject import FAULTS
-from ds_muon.verify.launch import RanksFailed, run_ranks
-from ds_muon.verify.outcome import COULD_NOT_RUN, Outcome, exit_code, save
+from ds_muon.verify.outcome import COULD_NOT_RUN, Outcome, exit_code, load, save
 from ds_muon.verify.record import VerifyResult
 from ds_muon.verify.session import ALL_FAULTS, Task, read_config
 from ds_muon.verify.subject import parse_spec
@@ -170,7 +170,7 @@ def _verify(options: argparse.Namespace) -> int:
             arguments += [f"--{name}", str(value)]
     try:
         check_verify_options(options)
-        return present(run_ranks(arguments, world_size), options)
+        return present(run_ranks("ds_muon.verify", arguments, world_size, load), options)
     except RanksFailed as error:
         print(error, file=sys.stderr)
     except (CannotVerify, OSError) as error:

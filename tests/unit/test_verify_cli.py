@@ -24,11 +24,11 @@ import torch
 
 import ds_muon
 from ds_muon import cli
+from ds_muon.launch import END_OF_FAILURE, FAILED, describe_failure, placement
 from ds_muon.verify import outcome, subject, table
 from ds_muon.verify.__main__ import missing_launcher
 from ds_muon.verify.engine_view import CannotVerify
 from ds_muon.verify.inject import FAULTS
-from ds_muon.verify.launch import END_OF_FAILURE, FAILED, describe_failure, placement
 from ds_muon.verify.outcome import NotShown
 from ds_muon.verify.record import Comparison, UpdateRecord, VerifyResult
 from ds_muon.verify.session import DEFAULT_CONFIG, read_config
