@@ -83,9 +83,11 @@ def placement(environment: Mapping[str, str], world_size: int, gpus: int) -> tup
     """Where ranks run: their environment, and the launcher's options.
 
     They run on what ``DS_ACCELERATOR`` names, else on GPUs if there is one for each, else on the CPU, whose cores they
-    share.
+    share. DeepSpeed's op builder cannot read architectures such as 9.0a: they lose their letter.
     """
     ours = dict(environment)
+    if "TORCH_CUDA_ARCH_LIST" in ours:
+        ours["TORCH_CUDA_ARCH_LIST"] = re.sub(r"(?<=\d)[a-z]\b", "", ours["TORCH_CUDA_ARCH_LIST"])
     accelerator = ours.setdefault("DS_ACCELERATOR", "cuda" if gpus >= world_size else "cpu")
     if accelerator == "cpu":
         ours.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // world_size)))

@@ -331,6 +331,14 @@ def test_ranks_take_gpus_where_there_are_enough_and_of_those_the_visible_ones() 
     assert placement(named, 2, gpus=2) == (named, ["--num_accelerators", "2"])
 
 
+@pytest.mark.parametrize(
+    ("given", "read"), [("9.0a", "9.0"), ("8.0;9.0a", "8.0;9.0"), ("10.0f 9.0", "10.0 9.0"), ("9.0+PTX", "9.0+PTX")]
+)
+def test_architectures_that_deepspeed_cannot_read_lose_their_letter(given: str, read: str) -> None:
+    environment, _ = placement({"TORCH_CUDA_ARCH_LIST": given}, 2, gpus=2)
+    assert environment["TORCH_CUDA_ARCH_LIST"] == read
+
+
 def test_a_failure_is_told_by_the_rank_that_failed_first() -> None:
     trace = "\n".join(["Traceback (most recent call last):", *(f"  line {i}" for i in range(100))])
     log = f"[2026-01-01] [INFO] hello\n{FAILED} 1: ValueError: first\n{trace}\n{END_OF_FAILURE}\n{FAILED} 0: second\n"
