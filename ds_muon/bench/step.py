@@ -223,7 +223,8 @@ class Run:
     def read(cls, path: Path) -> Run:
         """What rank 0 wrote."""
         data = json.loads(path.read_text())
-        return cls(**{**data, "measured": tuple(_measured(**entry) for entry in data["measured"])})
+        measured = tuple(_measured(**entry) for entry in data["measured"])
+        return cls(**{**data, "notes": tuple(data["notes"]), "measured": measured})
 
     def baseline(self) -> Measured | None:
         """The AdamW that surcharges are over."""
