@@ -16,7 +16,7 @@ sources, as bytes), same order. What a config does not name is DeepSpeed's defau
                    plan
 
 DSMuon's parts come from iterations of their own, after the others, in which the device is idle whenever a part begins
-or ends: they overlap nothing, and add up to more than the median above. Newton-Schulz and the bytes of the exchange
+or ends: they overlap nothing, and may add up to more than the median above. Newton-Schulz and the bytes of the exchange
 are compared with `ds-muon plan` at the rate of a large matmul, timed in turns with those iterations.
 """
 
