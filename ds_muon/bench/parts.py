@@ -1,8 +1,8 @@
 """Where the time of a DSMuon iteration goes: methods of a running engine, timed from outside.
 
 The step has no hooks for this. For as long as it is instrumented, the methods are wrapped on their objects, and the
-device is idle whenever a part begins or ends: nothing overlaps, so the parts may add up to more than an iteration takes by
-itself. Such iterations are for the parts only.
+device is idle whenever a part begins or ends: nothing overlaps, so the parts may add up to more than an iteration
+takes by itself. Such iterations are for the parts only.
 """
 
 from __future__ import annotations
