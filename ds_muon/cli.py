@@ -11,17 +11,19 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import ds_muon
 from ds_muon import planner
-from ds_muon.bench import newton_schulz
+from ds_muon.bench import newton_schulz, step
 from ds_muon.bench.chart import draw_costs
+from ds_muon.launch import RanksFailed, run_ranks
+from ds_muon.orthogonalize import BACKENDS
 from ds_muon.replay import replay
 from ds_muon.verify import table
 from ds_muon.verify.engine_view import CannotVerify
 from ds_muon.verify.inject import FAULTS
-from ds_muon.verify.launch import RanksFailed, run_ranks
-from ds_muon.verify.outcome import COULD_NOT_RUN, Outcome, exit_code, save
+from ds_muon.verify.outcome import COULD_NOT_RUN, Outcome, exit_code, load, save
 from ds_muon.verify.record import VerifyResult
 from ds_muon.verify.session import ALL_FAULTS, Task, read_config
 from ds_muon.verify.subject import parse_spec
@@ -170,7 +172,7 @@ def _verify(options: argparse.Namespace) -> int:
             arguments += [f"--{name}", str(value)]
     try:
         check_verify_options(options)
-        return present(run_ranks(arguments, world_size), options)
+        return present(run_ranks("ds_muon.verify", arguments, world_size, load), options)
     except RanksFailed as error:
         print(error, file=sys.stderr)
     except (CannotVerify, OSError) as error:
@@ -212,10 +214,66 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--rounds", type=_positive, default=15, metavar="N", help="timings of each (default: 15)")
     _add_outputs(parser, "draw a bar chart there (.png)")
     parser.set_defaults(run=_bench_newton_schulz)
+    parser = subjects.add_parser(
+        "step",
+        help="whole iterations beside AdamW and DeepSpeed's own Muon",
+        description=step.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--model", choices=step.MODELS, help="a GPT of about so many parameters (default: 303m; on CPU: tiny)"
+    )
+    parser.add_argument(
+        "--world-size",
+        type=_positive,
+        metavar="N",
+        help="ranks to start on this machine (default: one per GPU, at most 2; on CPU: 2)",
+    )
+    parser.add_argument("--stage", type=int, choices=(1, 2), default=2, help="of ZeRO (default: 2)")
+    parser.add_argument("--micro-batch", type=_positive, metavar="N", help="sequences per rank (default: 4; on CPU: 2)")
+    parser.add_argument(
+        "--sequence", type=_positive, metavar="N", help="tokens of a sequence (default: 1024; on CPU: 64)"
+    )
+    parser.add_argument(
+        "--rounds", type=_positive, metavar="N", help="timed iterations of each (default: 40; on CPU: 10)"
+    )
+    parser.add_argument(
+        "--candidates", nargs="+", choices=step.CANDIDATES, default=list(step.CANDIDATES), metavar="CANDIDATE",
+        help=f"whom to measure: {', '.join(step.CANDIDATES)} (default: all)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--ns-backend", nargs="+", choices=("auto", *BACKENDS), metavar="BACKEND",
+        help=f"DSMuon once with each of these: auto, {', '.join(BACKENDS)} (default: what --params says)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--params", type=_json_object, default={}, metavar="JSON", help="DSMuon's optimizer.params, beside the rates"
+    )
+    parser.add_argument(
+        "--together", choices=("auto", "yes", "no"), default="auto", help="all engines at once (default: if they fit)"
+    )
+    _add_outputs(parser, "draw a bar chart there (.png)")
+    parser.set_defaults(run=_bench_step)
 
 
 def _bench_newton_schulz(options: argparse.Namespace) -> int:
     return newton_schulz.run(options.shapes, options.dtype, options.rounds, options.json, options.chart)
+
+
+def _bench_step(options: argparse.Namespace) -> int:
+    return step.run(
+        model=options.model,
+        world_size=options.world_size,
+        stage=options.stage,
+        micro_batch=options.micro_batch,
+        sequence=options.sequence,
+        rounds=options.rounds,
+        candidates=options.candidates,
+        ns_backends=options.ns_backend,
+        params=options.params,
+        together=options.together,
+        json_file=options.json,
+        chart=options.chart,
+    )
 
 
 # ---- plan -----------------------------------------------------------------------------------------------------------
@@ -281,6 +339,13 @@ def _chart(text: str) -> Path:
     if find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError("it needs matplotlib: pip install 'ds-muon[plot]'")
     return Path(text)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(text))
+    except (TypeError, ValueError):
+        raise argparse.ArgumentTypeError(f'{text}: not a JSON object; write \'{{"nan_guard": "skip"}}\'') from None
 
 
 def _rate(text: str) -> float:

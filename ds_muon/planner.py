@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -46,10 +47,11 @@ def llama(layers: int, width: int, kv: int, hidden: int) -> Shapes:
     return [(f"{layer}.{name}", shape) for layer in range(layers) for name, shape in block.items()]
 
 
+GPTS = {"gpt-124m": (12, 768), "gpt-303m": (24, 1024), "gpt-1.2b": (24, 2048), "gpt-3b": (32, 2560)}
+"""Layers and width."""
+
 MODELS: dict[str, Callable[[], Shapes]] = {
-    "gpt-124m": lambda: gpt(12, 768),
-    "gpt-303m": lambda: gpt(24, 1024),
-    "gpt-1.2b": lambda: gpt(24, 2048),
+    **{name: partial(gpt, *size) for name, size in GPTS.items()},
     "llama-3-8b": lambda: llama(32, 4096, 1024, 14336),
     "llama-3-70b": lambda: llama(80, 8192, 1024, 28672),
 }

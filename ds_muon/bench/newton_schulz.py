@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ds_muon.bench.chart import draw_bars
+from ds_muon.bench.clock import YARDSTICK, Yardstick, milliseconds
 from ds_muon.bench.peers import PEERS
 from ds_muon.orthogonalize import BACKENDS, NewtonSchulz, orthogonalize, reference_newton_schulz
 
@@ -35,7 +35,6 @@ GPU_SHAPES = (
 )
 CPU_SHAPES = ((4, 64, 64), (4, 64, 256), (1, 128, 128))
 _WARMUP = 3
-_YARDSTICK = {"cuda": (8192, torch.bfloat16), "cpu": (512, torch.float32)}
 
 Orthogonalize = Callable[[Sequence[Tensor]], object]
 
@@ -114,8 +113,7 @@ def _one_by_one(matrices: Sequence[Tensor], settings: NewtonSchulz) -> list[Tens
 def measure(shapes: Sequence[tuple[int, int, int]], device: torch.device, dtype: str, rounds: int) -> Iterator[Row]:
     """One row per (batch, rows, cols), as they are done."""
     found = list(candidates(device, dtype))
-    side, kind = _YARDSTICK[device.type]
-    a, b = (torch.randn(side, side, dtype=kind, device=device) for _ in range(2))
+    matmul = Yardstick(device)
     for batch, rows, cols in shapes:
         matrices = list(torch.randn(batch, rows, cols, device=device).unbind())
         exact = reference_newton_schulz(matrices[0])
@@ -136,10 +134,10 @@ def measure(shapes: Sequence[tuple[int, int, int]], device: torch.device, dtype:
         times: dict[str, list[float]] = {name: [] for name in ready}
         yardstick: list[float] = []
         for _ in range(rounds):
-            yardstick.append(_milliseconds(partial(torch.mm, a, b), device))
+            yardstick.append(matmul.milliseconds())
             for name, function in ready.items():
-                times[name].append(_milliseconds(partial(function, matrices), device))
-        rate = 2 * side**3 / (1e-3 * statistics.median(yardstick))
+                times[name].append(milliseconds(partial(function, matrices), device))
+        rate = matmul.rate(statistics.median(yardstick))
         flops = batch * floor_flops(rows, cols)
         timings = []
         for name, _ in found:
@@ -157,19 +155,6 @@ def _first(output: Any) -> Tensor:
     return output[0] if output.ndim == 3 else output
 
 
-def _milliseconds(call: Callable[[], object], device: torch.device) -> float:
-    _synchronize(device)
-    start = time.perf_counter()
-    call()
-    _synchronize(device)
-    return 1e3 * (time.perf_counter() - start)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
@@ -180,7 +165,7 @@ def run(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    side, kind = _YARDSTICK[device.type]
+    side, kind = YARDSTICK[device.type]
     print(f"{name}, torch {torch.__version__}; ours in {dtype}; medians of {rounds} rounds")
     print(f'"x floor": time over that of the operations left to do, at the rate of a {side}^3 {kind} matmul\n')
     done = []

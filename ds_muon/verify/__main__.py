@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import traceback
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import NoReturn
@@ -18,15 +17,13 @@ import torch.distributed as dist
 
 from ds_muon import DSMuonConfigError, DSMuonRefusal, RoutingError
 from ds_muon.cli import VERIFY, VERIFY_MODEL, add_verify_options, check_verify_options, present
+from ds_muon.launch import OF_MPI, finish, say_why
 from ds_muon.verify.engine_view import CannotVerify
-from ds_muon.verify.launch import END_OF_FAILURE, FAILED
 from ds_muon.verify.outcome import COULD_NOT_RUN, exit_code
 from ds_muon.verify.session import run
 
 # Their messages say all there is to say: no traceback.
 _SAID_IN_WORDS = (CannotVerify, DSMuonConfigError, DSMuonRefusal, RoutingError)
-# Set by launchers, by Open MPI, and by MPICH and its kin. The last four are ranks.
-_OF_MPI = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
 
 def main() -> NoReturn:
@@ -46,17 +43,17 @@ def main() -> NoReturn:
     try:
         code = _run_rank(options)
     except BaseException as error:
-        _say_why(error)
+        say_why(error, in_words=isinstance(error, _SAID_IN_WORDS))
         # At once: the other ranks may be waiting in a collective, and the launcher ends them when this one has failed.
         os._exit(COULD_NOT_RUN)
-    _finish(code)
+    finish(code)
 
 
 def missing_launcher(environment: Mapping[str, str]) -> str | None:
     """What is missing for this process to be one of several ranks; None if nothing is."""
     if "RANK" in environment:
         return None
-    if not any(name in environment for name in _OF_MPI):
+    if not any(name in environment for name in OF_MPI):
         return "nothing started this as a rank (no RANK in the environment): use `ds-muon verify`, which starts ranks"
     if find_spec("mpi4py") is None:
         return "DeepSpeed needs mpi4py to find its rank under mpirun: pip install 'ds-muon[mpi]'"
@@ -77,28 +74,6 @@ def _run_rank(options: argparse.Namespace) -> int:
     # The launcher ends everything when the first rank exits with another code than 0.
     dist.barrier()
     return exit_code(outcomes)
-
-
-def _say_why(error: BaseException) -> None:
-    in_words = isinstance(error, _SAID_IN_WORDS)
-    rank = next((os.environ[name] for name in ("RANK", *_OF_MPI) if name in os.environ), "?")
-    message = f"{FAILED} {rank}: {'' if in_words else f'{type(error).__name__}: '}{error}\n"
-    if not in_words:
-        message += traceback.format_exc()
-    sys.stdout.flush()
-    # In one piece, so that ranks do not interrupt each other.
-    os.write(2, f"{message}{END_OF_FAILURE}\n".encode())
-
-
-def _finish(code: int) -> NoReturn:
-    if "mpi4py.MPI" in sys.modules:  # mpirun takes a process that has not finalized for a crashed one
-        from mpi4py import MPI
-
-        MPI.Finalize()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # CPU ranks of DeepSpeed, with any optimizer, now and then abort while the interpreter shuts down.
-    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -47,15 +47,20 @@ def built_in_batches(sequences: int, rank: int, world_size: int, seed: int) -> I
 
     Windows are drawn at random, others on every rank.
     """
-    text, length = _standard_library(), BUILT_IN.block_size
+    text = standard_library()
     generator = torch.Generator().manual_seed(seed * world_size + rank)
     while True:
-        starts = torch.randint(len(text) - length, (sequences, 1), generator=generator)
-        rows = text[starts + torch.arange(length + 1)].long()
-        yield rows[:, :-1], rows[:, 1:]
+        yield draw_windows(text, sequences, BUILT_IN.block_size, generator)
 
 
-def _standard_library() -> Tensor:
+def draw_windows(text: Tensor, sequences: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Tokens and targets, each (sequences, length) int64 on the CPU, of windows of a text drawn at random."""
+    starts = torch.randint(len(text) - length, (sequences, 1), generator=generator)
+    rows = text[starts + torch.arange(length + 1)].long()
+    return rows[:, :-1], rows[:, 1:]
+
+
+def standard_library() -> Tensor:
     """Bytes of the modules at the top level of the standard library, by name; uint8, 1-D."""
     text = bytearray()
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):

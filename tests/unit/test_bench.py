@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ds_muon import cli
-from ds_muon.bench import newton_schulz
+from ds_muon.bench import clock, newton_schulz
 from ds_muon.bench.newton_schulz import Row, Timing, floor_flops, measure
 from ds_muon.orthogonalize import schedule
 from ds_muon.orthogonalize.newton_schulz import flops
@@ -31,7 +31,7 @@ def small_yardstick_and_known_peers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     peers = {"a copy": lambda: lambda matrices: [m.clone() for m in matrices], "absent": absent, "failing": failing}
     monkeypatch.setattr(newton_schulz, "PEERS", peers)
-    monkeypatch.setattr(newton_schulz, "_YARDSTICK", {"cpu": (32, torch.float32)})
+    monkeypatch.setitem(clock.YARDSTICK, "cpu", (32, torch.float32))
 
 
 def test_what_is_there_is_measured_and_what_is_not_is_said() -> None:

@@ -17,7 +17,13 @@ SETTINGS = default_settings()
 
 @pytest.mark.parametrize(
     ("model", "matrices", "elements"),
-    [("gpt-303m", 144, 302e6), ("gpt-1.2b", 144, 1.21e9), ("llama-3-8b", 224, 6.98e9), ("llama-3-70b", 560, 68.5e9)],
+    [
+        ("gpt-303m", 144, 302e6),
+        ("gpt-1.2b", 144, 1.21e9),
+        ("gpt-3b", 192, 2.52e9),
+        ("llama-3-8b", 224, 6.98e9),
+        ("llama-3-70b", 560, 68.5e9),
+    ],
 )
 def test_named_models_have_their_matrices(model: str, matrices: int, elements: float) -> None:
     shapes = MODELS[model]()

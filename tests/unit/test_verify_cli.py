@@ -24,11 +24,11 @@ import torch
 
 import ds_muon
 from ds_muon import cli
+from ds_muon.launch import END_OF_FAILURE, FAILED, describe_failure, placement
 from ds_muon.verify import outcome, subject, table
 from ds_muon.verify.__main__ import missing_launcher
 from ds_muon.verify.engine_view import CannotVerify
 from ds_muon.verify.inject import FAULTS
-from ds_muon.verify.launch import END_OF_FAILURE, FAILED, describe_failure, placement
 from ds_muon.verify.outcome import NotShown
 from ds_muon.verify.record import Comparison, UpdateRecord, VerifyResult
 from ds_muon.verify.session import DEFAULT_CONFIG, read_config
@@ -329,6 +329,14 @@ def test_ranks_take_gpus_where_there_are_enough_and_of_those_the_visible_ones() 
     assert some == ({"DS_ACCELERATOR": "cuda"}, ["--include", "localhost:5,3"])
     named = {"CUDA_VISIBLE_DEVICES": "GPU-1,GPU-2", "DS_ACCELERATOR": "cuda"}
     assert placement(named, 2, gpus=2) == (named, ["--num_accelerators", "2"])
+
+
+@pytest.mark.parametrize(
+    ("given", "read"), [("9.0a", "9.0"), ("8.0;9.0a", "8.0;9.0"), ("10.0f 9.0", "10.0 9.0"), ("9.0+PTX", "9.0+PTX")]
+)
+def test_architectures_that_deepspeed_cannot_read_lose_their_letter(given: str, read: str) -> None:
+    environment, _ = placement({"TORCH_CUDA_ARCH_LIST": given}, 2, gpus=2)
+    assert environment["TORCH_CUDA_ARCH_LIST"] == read
 
 
 def test_a_failure_is_told_by_the_rank_that_failed_first() -> None:

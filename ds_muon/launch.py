@@ -1,4 +1,7 @@
-"""Start ranks on this machine with the `deepspeed` launcher, wait for them, and read what rank 0 found."""
+"""Ranks on this machine: start them with the `deepspeed` launcher, wait, and read what rank 0 found; and end a rank.
+
+The command that starts them calls ``run_ranks``; the module that they run ends with ``say_why`` or ``finish``.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 
-from ds_muon.verify.outcome import Outcome, load
+T = TypeVar("T")
 
 # A rank that fails writes its message between these; see `describe_failure`.
-FAILED, END_OF_FAILURE = "ds-muon verify failed on rank", "ds-muon verify: end of the failure"
+FAILED, END_OF_FAILURE = "ds-muon failed on rank", "ds-muon: end of the failure"
+# Set by launchers, by Open MPI, and by MPICH and its kin. The last three are ranks.
+OF_MPI = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
 _TRACEBACK = "Traceback (most recent call last):"
 _LINES_OF_LOG = 25
@@ -33,25 +39,38 @@ class RanksFailed(Exception):
     """The ranks ended without a result. The message says why."""
 
 
-def run_ranks(arguments: Sequence[str], world_size: int) -> list[Outcome]:
-    """Run ``python -m ds_muon.verify`` with these arguments on ``world_size`` ranks and return what they found.
+def run_ranks(
+    module: str,
+    arguments: Sequence[str],
+    world_size: int,
+    read: Callable[[Path], T],
+    environment: Mapping[str, str] | None = None,
+) -> T:
+    """Run ``python -m module`` with these arguments on ``world_size`` ranks and return what they found.
 
     The ranks' output goes to a file, which is kept if they crash. All of them end with this call, however it ends.
+
+    Args:
+        module: gets ``--json FILE`` besides; its rank 0 must write that file, whole or not at all.
+        arguments: for the module.
+        world_size: ranks to start.
+        read: what to make of the file.
+        environment: of the ranks; by default that of this process. Completed by ``placement``.
 
     Raises:
         RanksFailed: they ended without a result.
     """
-    environment, devices = placement(os.environ, world_size, torch.cuda.device_count())
-    where = "the CPU" if environment["DS_ACCELERATOR"] == "cpu" else environment["DS_ACCELERATOR"]
+    ours, devices = placement(environment or os.environ, world_size, torch.cuda.device_count())
+    where = "the CPU" if ours["DS_ACCELERATOR"] == "cpu" else ours["DS_ACCELERATOR"]
     print(f"starting {world_size} rank{'s' * (world_size > 1)} on {where} ...", file=sys.stderr, flush=True)
-    folder = Path(tempfile.mkdtemp(prefix="ds-muon-verify-"))
+    folder = Path(tempfile.mkdtemp(prefix="ds-muon-"))
     log, result = folder / "ranks.log", folder / "result.json"
     keep_log = False
     try:
-        _launch([*devices, "--module", "ds_muon.verify", *arguments, "--json", str(result)], environment, log)
+        _launch([*devices, "--module", module, *arguments, "--json", str(result)], ours, log)
         # Not the exit code: a rank whose work is done may still abort while its interpreter shuts down.
         if result.exists():
-            return load(result)
+            return read(result)
         message = describe_failure(log.read_text(errors="replace"))
         keep_log = not message.startswith(FAILED) or _TRACEBACK in message
         raise RanksFailed(message + (f"\n(the whole log: {log})" if keep_log else ""))
@@ -64,9 +83,11 @@ def placement(environment: Mapping[str, str], world_size: int, gpus: int) -> tup
     """Where ranks run: their environment, and the launcher's options.
 
     They run on what ``DS_ACCELERATOR`` names, else on GPUs if there is one for each, else on the CPU, whose cores they
-    share.
+    share. DeepSpeed's op builder cannot read architectures such as 9.0a: they lose their letter.
     """
     ours = dict(environment)
+    if "TORCH_CUDA_ARCH_LIST" in ours:
+        ours["TORCH_CUDA_ARCH_LIST"] = re.sub(r"(?<=\d)[a-z]\b", "", ours["TORCH_CUDA_ARCH_LIST"])
     accelerator = ours.setdefault("DS_ACCELERATOR", "cuda" if gpus >= world_size else "cpu")
     if accelerator == "cpu":
         ours.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // world_size)))
@@ -154,3 +175,29 @@ def _remove_buffers(port: int) -> None:
     """DeepSpeed's CPU ranks leave 64 MiB each in shared memory, named by user, address, port and rank."""
     for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*_{port}_*"):
         buffer.unlink(missing_ok=True)
+
+
+# ---- the rank's side ------------------------------------------------------------------------------------------------
+
+
+def say_why(error: BaseException, *, in_words: bool) -> None:
+    """Write why this rank failed, for ``describe_failure``; with the traceback unless the message says all."""
+    rank = next((os.environ[name] for name in ("RANK", *OF_MPI) if name in os.environ), "?")
+    message = f"{FAILED} {rank}: {'' if in_words else f'{type(error).__name__}: '}{error}\n"
+    if not in_words:
+        message += "".join(traceback.format_exception(error))
+    sys.stdout.flush()
+    # In one piece, so that ranks do not interrupt each other.
+    os.write(2, f"{message}{END_OF_FAILURE}\n".encode())
+
+
+def finish(code: int) -> NoReturn:
+    """End this rank's process with this exit code."""
+    if "mpi4py.MPI" in sys.modules:  # mpirun takes a process that has not finalized for a crashed one
+        from mpi4py import MPI
+
+        MPI.Finalize()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # CPU ranks of DeepSpeed, with any optimizer, now and then abort while the interpreter shuts down.
+    os._exit(code)

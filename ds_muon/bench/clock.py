@@ -1,0 +1,48 @@
+"""Time, host time included, until the device is done; and a large matmul, whose rate is the yardstick."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+# Side and dtype of the matmul.
+YARDSTICK = {"cuda": (8192, torch.bfloat16), "cpu": (512, torch.float32)}
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all streams of the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def milliseconds(call: Callable[[], object], device: torch.device) -> float:
+    """What a call takes from an idle device to an idle device."""
+    synchronize(device)
+    start = time.perf_counter()
+    call()
+    synchronize(device)
+    return 1e3 * (time.perf_counter() - start)
+
+
+class Yardstick:
+    """A matmul to be timed in turns with what is measured. Holds its two operands on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.side, self.dtype = YARDSTICK[device.type]
+        a, b = (torch.randn(self.side, self.side, dtype=self.dtype, device=device) for _ in range(2))
+        self._matmul = partial(torch.mm, a, b)
+
+    def milliseconds(self) -> float:
+        """Of one matmul, now."""
+        return milliseconds(self._matmul, self._device)
+
+    def rate(self, ms: float) -> float:
+        """Operations per second, if one matmul takes so many ms."""
+        return 2 * self.side**3 / (1e-3 * ms)
+
+    def __str__(self) -> str:
+        return f"{self.side}^3 {str(self.dtype).removeprefix('torch.')} matmul"
