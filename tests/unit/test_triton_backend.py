@@ -9,8 +9,6 @@ import functools
 import importlib.util
 import itertools
 import math
-import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -21,11 +19,12 @@ from torch import Tensor
 from ds_muon.orthogonalize import NewtonSchulz, newton_schulz, orthogonalize, reference_newton_schulz, schedule
 from ds_muon.orthogonalize.graphs import GraphCache
 from ds_muon.orthogonalize.torch_backend import TorchOperations
+from tests.unit.interpreter import may_interpret
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton", allow_module_level=True)
 GPU = torch.cuda.is_available()
-if not GPU and "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+if not GPU and not may_interpret():
     # Not a skip: it would hide that the whole backend goes untested.
     pytest.fail("Triton was imported before this module could set TRITON_INTERPRET=1; set it for the whole run")
 with pytest.MonkeyPatch.context() as environment:
