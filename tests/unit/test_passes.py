@@ -8,9 +8,11 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +20,10 @@ from torch import Tensor
 
 from ds_muon import muon_update, passes
 from ds_muon.passes import torch_passes
+from tests.unit import test_step
 from tests.unit.interpreter import may_interpret
+from tests.unit.models import ds_config
+from tests.unit.ranks import run_ranks
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton", allow_module_level=True)
@@ -88,15 +93,15 @@ class Framed:
     """A tensor between numbers that nobody may overwrite."""
 
     def __init__(self, inner: Tensor, shift: int) -> None:
-        frame = max(64, inner.numel()) // 64 * 64
-        self._memory = torch.full((2 * frame + shift + inner.numel(),), 7.0, dtype=inner.dtype, device=inner.device)
-        self._bounds = frame + shift, frame + shift + inner.numel()
-        self.view = self._memory[slice(*self._bounds)].view(inner.shape)
+        start = 64 + shift
+        self._memory = torch.randn(inner.numel() + start + 64, device=inner.device).to(inner.dtype)
+        self._before, self._after = self._memory[:start], self._memory[start + inner.numel() :]
+        self._expected = self._before.clone(), self._after.clone()
+        self.view = self._memory[start : start + inner.numel()].view(inner.shape)
         self.view.copy_(inner)
 
     def is_intact(self) -> bool:
-        start, end = self._bounds
-        return bool((self._memory[:start] == 7).all() and (self._memory[end:] == 7).all())
+        return self._before.equal(self._expected[0]) and self._after.equal(self._expected[1])
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -325,6 +330,32 @@ def test_muon_update_has_the_same_bits_with_kernels(
     by_kernels = steps()
     monkeypatch.setattr(passes, "_kernels", lambda _: None)
     assert all(same_bits(a, b) for a, b in zip(by_kernels, steps(), strict=True))
+
+
+def train(config: dict[str, Any], kernels: bool) -> tuple[dict[str, Tensor], int]:
+    """Weights after three steps on this rank, and how many passes ran as kernels; without ``kernels``, none."""
+    calls = mock.Mock(wraps=triton_passes)
+    with (
+        mock.patch.dict(os.environ, {} if GPU else {"TRITON_INTERPRET": "1"}),
+        mock.patch.object(passes, "_kernels", lambda _: calls if kernels else None),
+        mock.patch.object(passes, "_FAILED", set()) as failed,
+    ):
+        weights = test_step.train(test_step.SHAPES, config, 3)
+    assert not failed
+    return weights, len(calls.mock_calls)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("variant", ["muon", "normuon"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_engine_trains_with_the_same_bits_with_kernels(world_size: int, variant: str) -> None:
+    """Whole and straddling matrices with weight decay, and AdamW beside them."""
+    config = ds_config({"variant": variant, "weight_decay": 0.1}, gradient_clipping=0)
+    in_torch, by_kernels = (run_ranks(world_size, train, config, kernels) for kernels in (False, True))
+    for (expected, none), (weights, some) in zip(in_torch, by_kernels, strict=True):
+        # Two norms, the momentum, its apply, and at least one batch, three times.
+        assert none == 0 and some >= 15
+        test_step.assert_equal(weights, expected)
 
 
 def failing(calls: list[str], name: str) -> Callable[..., None]:
