@@ -95,7 +95,7 @@ def store_updates(
 
 @triton.jit(do_not_specialize=["numel"])
 def sums_of_squares(x, sums, numel, SPAN: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of squares, in fp64, of every SPAN elements. What is summed in which order depends on ``numel`` alone."""
+    """The sum of squares, in fp64, of every SPAN elements: in an order that no number of programs changes."""
     start = tl.program_id(0).to(tl.int64) * SPAN
     offsets = tl.arange(0, BLOCK)
     x += start + offsets

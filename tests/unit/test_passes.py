@@ -23,7 +23,7 @@ from ds_muon.passes import torch_passes
 from tests.unit import test_step
 from tests.unit.interpreter import may_interpret
 from tests.unit.models import ds_config
-from tests.unit.ranks import run_ranks
+from tests.unit.ranks import run_ranks, stop_all
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton", allow_module_level=True)
@@ -345,7 +345,18 @@ def train(config: dict[str, Any], kernels: bool) -> tuple[dict[str, Tensor], int
     return weights, len(calls.mock_calls)
 
 
+@pytest.fixture(scope="module")
+def ranks_without_triton() -> Iterator[None]:
+    """Ranks that ran before may have imported Triton without the interpreter; these must not keep it with it."""
+    if not GPU:
+        stop_all()
+    yield
+    if not GPU:
+        stop_all()
+
+
 @pytest.mark.ranks
+@pytest.mark.usefixtures("ranks_without_triton")
 @pytest.mark.parametrize("variant", ["muon", "normuon"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_an_engine_trains_with_the_same_bits_with_kernels(world_size: int, variant: str) -> None:
