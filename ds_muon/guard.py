@@ -15,11 +15,9 @@ from deepspeed.utils import logger
 from torch import Tensor
 
 from ds_muon.capture import NanCapture
+from ds_muon.passes import sum_of_squares
 
 T = TypeVar("T")
-
-# Elements that the norm works on at a time: bounds its fp64 copy to 128 MiB.
-_CHUNK = 1 << 24
 
 
 def raise_together(error: Exception | None, process_group: dist.ProcessGroup | None = None) -> None:
@@ -150,7 +148,7 @@ class StepGuard:
         Returns:
             (groups + 1,): sum of squares of each group's gradient, and the number of ranks that ask to stop.
         """
-        sums = [_sum_of_squares(gradient) for gradient in gradients]
+        sums = [sum_of_squares(gradient) for gradient in gradients]
         asks = stop and self._nan_guard == "off"  # otherwise all ranks have stopped in that step
         measures = torch.stack([*sums, torch.full_like(sums[0], float(asks))])
         dist.all_reduce(measures, group=self._process_group)
@@ -265,12 +263,6 @@ def agree_on_updates(partitions: Sequence[Tensor], captured: bool, process_group
         byte.fill_(CAPTURED)
     dist.all_reduce(byte, op=dist.ReduceOp.MAX, group=process_group)
     return byte
-
-
-def _sum_of_squares(gradient: Tensor) -> Tensor:
-    """In fp64: a scalar. In pieces, for torch makes an fp64 copy of what it sums."""
-    norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in torch.split(gradient, _CHUNK)]
-    return torch.stack(norms).square_().sum()
 
 
 def gather(value: T, process_group: dist.ProcessGroup | None) -> list[T]:

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from ds_muon.config import DSMuonConfig
+from ds_muon.passes import advance_momentum_, apply_update_
 from ds_muon.routing import Routing
-from ds_muon.update import advance_momentum_
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -110,9 +110,7 @@ class DSMuon(Optimizer):
             if group["use_muon"]:
                 for p in group["params"]:
                     if p.grad is not None:
-                        if group["weight_decay"] != 0:
-                            p.mul_(1 - group["lr"] * group["weight_decay"])
-                        p.sub_(p.grad.mul_(group["lr"]))
+                        apply_update_(p, p.grad, lr=group["lr"], weight_decay=group["weight_decay"])
         if self._adamw is not None:
             # A trainer may have given this optimizer new lists since the last step; the dicts in them are shared.
             self._adamw.param_groups, self._adamw.state = self.adamw_groups, self.state

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import repeat
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from ds_muon.exchange import StraddlerExchange
 from ds_muon.normuon import RowVariance
 from ds_muon.orthogonalize import NewtonSchulz, batches, orthogonalize_batch
 from ds_muon.partition import GroupPlan, Matrix
+from ds_muon.passes import store_updates
 from ds_muon.update import update_scale
 
 
@@ -70,24 +70,28 @@ class MuonGroup:
         for indices in batches([u for _, u in inputs], settings):
             batch = [inputs[i] for i in indices]
             outputs = self._orthogonalize(batch, settings)
-            for index, output, factor in zip(indices, outputs, self._factors(batch, outputs, variance), strict=False):
-                u = inputs[index][1]
-                if factor is not None:
-                    torch.mul(output, factor, out=u)
-                elif index < len(whole):
-                    u.copy_(output)
-                if index >= len(whole):
-                    # Not a view of the outputs, which would keep the whole batch alive.
-                    straddling[index] = output.clone(memory_format=torch.contiguous_format) if factor is None else u
-            del outputs, output
+            factors = self._factors(batch, outputs, variance)
+            # Indices ascend: the whole ones come first.
+            count = sum(index < len(whole) for index in indices)
+            targets = [u for _, u in batch]
+            here, away = (None, None) if factors is None else (factors[:count], factors[count:])
+            store_updates(outputs[:count], targets[:count], scale=self._scale(batch[0][0]), factors=here)
+            if away is not None:
+                store_updates(outputs[count:], targets[count:], factors=away)
+                straddling.update(zip(indices[count:], targets[count:], strict=True))
+            else:
+                # Not views of the outputs, which would keep the whole batch alive.
+                copies = outputs[count:].clone(memory_format=torch.contiguous_format)
+                straddling.update(zip(indices[count:], copies.unbind(), strict=True))
+            del outputs
         dtype = settings.dtype if variance is None else torch.float32
         self.exchange.scatter([output for _, output in sorted(straddling.items())], partition, dtype)
         if self.row_variance is not None:
             self.row_variance.agree()
-        for matrix, piece in pieces:
-            scale = update_scale(self._adjust_lr_fn, matrix.rows, matrix.cols)
-            if scale != 1:
-                piece.mul_(scale)
+        # Scaled by their holders: what travels is what Newton-Schulz returned, in its own dtype.
+        to_scale = [(piece, self._scale(matrix)) for matrix, piece in pieces if matrix.straddles]
+        if to_scale:
+            torch._foreach_mul_([piece for piece, _ in to_scale], [scale for _, scale in to_scale])
 
     def commit(self, variance: Tensor | None) -> None:
         """Overwrite NorMuon's state with the variances staged last."""
@@ -97,6 +101,9 @@ class MuonGroup:
     def nonfinite(self, partition: Tensor) -> list[str]:
         """The matrices whose update is not finite on this rank's partition. Blocks the host."""
         return [matrix.name for matrix, piece in self._pieces(partition) if not piece.isfinite().all()]
+
+    def _scale(self, matrix: Matrix) -> float:
+        return update_scale(self._adjust_lr_fn, matrix.rows, matrix.cols)
 
     def _pieces(self, partition: Tensor) -> list[tuple[Matrix, Tensor]]:
         return [(matrix, partition.narrow(0, piece.offset, piece.numel)) for matrix, piece in self._held]
@@ -111,8 +118,8 @@ class MuonGroup:
 
     def _factors(
         self, batch: Sequence[tuple[Matrix, Tensor]], outputs: Tensor, variance: Tensor | None
-    ) -> Iterable[Tensor | None]:
-        """What the rows of each output are multiplied with; None for plain Muon."""
+    ) -> Tensor | None:
+        """What the rows of the outputs are multiplied with, (batch, rows, 1) fp32; None for plain Muon."""
         if self.row_variance is None or variance is None:
-            return repeat(None)
+            return None
         return self.row_variance.factors(variance, [matrix.name for matrix, _ in batch], outputs)

@@ -25,13 +25,11 @@ import torch
 from torch import Tensor
 
 from ds_muon.orthogonalize import NewtonSchulz, orthogonalize
+from ds_muon.passes import advance_momentum_, store_updates
 
 # Guards the division by the root of a row's second moment, which is zero for a row that never had a gradient. O is the
 # same for any scale of the gradient, so this number breaks no scale invariance.
 ROW_EPS = 1e-10
-
-# Elements that the momentum pass works on at a time: bounds each of its temporaries to 64 MiB.
-_CHUNK = 1 << 24
 
 
 def update_scale(adjust_lr_fn: str, rows: int, cols: int) -> float:
@@ -47,44 +45,6 @@ def update_scale(adjust_lr_fn: str, rows: int, cols: int) -> float:
     if adjust_lr_fn == "none":
         return 1.0
     raise ValueError(f'adjust_lr_fn = {adjust_lr_fn!r}: choose "original", "match_rms_adamw" or "none"')
-
-
-def advance_momentum_(
-    gradient: Tensor, momentum_buffer: Tensor, *, momentum: float, nesterov: bool, where: Tensor | None = None
-) -> None:
-    """Advance the momentum by one gradient and overwrite the gradient with U.
-
-    Elementwise, so that any slice of a matrix gives that slice of U, bit for bit: each operation rounds once, with no
-    fused multiply-add that a vectorized loop might use in its body and not in its tail.
-
-    Args:
-        gradient: fp32, any shape, contiguous; overwritten with U.
-        momentum_buffer: fp32 or bf16, same number of elements, contiguous; overwritten with the new M. The
-            arithmetic is in fp32 either way.
-        momentum: weight of the past, in [0, 1).
-        nesterov: look ahead by one step.
-        where: bool scalar on the same device. False leaves the momentum equal to what it is, whatever the gradient
-            holds, and makes U that of a gradient equal to the momentum: a decision that the host does not know yet can
-            be obeyed. None stands for true.
-    """
-    pieces = (torch.split(tensor.view(-1), _CHUNK) for tensor in (gradient, momentum_buffer))
-    for g, m in zip(*pieces, strict=True):
-        average = m.to(torch.float32)
-        if where is not None:
-            torch.where(where, g, average, out=g)
-        step = g - average
-        # From the end that is nearer, as torch.lerp does: else a large M of which little stays takes digits of G along.
-        if momentum < 0.5:
-            torch.sub(g, step.mul_(momentum), out=average)
-        else:
-            average.add_(step.mul_(1 - momentum))
-        if average is not m:
-            m.copy_(average)
-        if nesterov:
-            # (1 - momentum) G + momentum M, the same without the cancellation of G + momentum (M - G) where M is small.
-            g.mul_(1 - momentum).add_(torch.mul(average, momentum, out=step))
-        else:
-            g.copy_(average)
 
 
 def advance_row_variance(orthogonal: Tensor, row_variance: Tensor, *, beta2: float) -> tuple[Tensor, Tensor]:
@@ -171,9 +131,10 @@ def muon_update(
     direction = grad.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
     advance_momentum_(direction, momentum_buffer, momentum=momentum, nesterov=nesterov)
     (output,) = orthogonalize([direction], settings)
-    update = output.to(torch.float32)
+    factors = None
     if row_variance is not None:
         advanced, factors = advance_row_variance(output[None], row_variance[None], beta2=beta2)
         row_variance.copy_(advanced[0])
-        update.mul_(factors[0])
-    return update.mul_(scale)
+    update = direction
+    store_updates(output[None], [update], scale=scale, factors=factors)
+    return update

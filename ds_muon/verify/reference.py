@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ds_muon.orthogonalize import NewtonSchulz, orthogonalize, reference_newton_schulz, schedule
 from ds_muon.orthogonalize.newton_schulz import restart_blocks, uses_gram
-from ds_muon.update import ROW_EPS, advance_momentum_, advance_row_variance, muon_update
+from ds_muon.passes import advance_momentum_
+from ds_muon.update import ROW_EPS, advance_row_variance, muon_update
 from ds_muon.verify import tolerances
 from ds_muon.verify.engine_view import ROW_VARIANCE, MuonRule, Placed
 

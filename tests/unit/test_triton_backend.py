@@ -8,8 +8,6 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import math
-import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -27,11 +25,12 @@ from ds_muon.orthogonalize import (
     torch_backend,
 )
 from ds_muon.orthogonalize.graphs import GraphCache
+from tests.unit.interpreter import may_interpret
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton", allow_module_level=True)
 GPU = torch.cuda.is_available()
-if not GPU and "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+if not GPU and not may_interpret():
     # Not a skip: it would hide that the whole backend goes untested.
     pytest.fail("Triton was imported before this module could set TRITON_INTERPRET=1; set it for the whole run")
 with pytest.MonkeyPatch.context() as environment:

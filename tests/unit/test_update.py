@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import ds_muon.update as module
 from ds_muon import muon_update
-from ds_muon.update import advance_momentum_, update_scale
+from ds_muon.passes import advance_momentum_, torch_passes
+from ds_muon.update import update_scale
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 SHAPES = [(16, 16), (7, 13), (13, 7), (17, 40)]
@@ -233,7 +233,7 @@ def test_any_cut_of_a_buffer_gives_the_bits_of_the_whole(
 
     bounds = sorted({0, numel, *(cut for cut in cuts if cut < numel)})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_CHUNK", chunk)
+        patch.setattr(torch_passes, "_CHUNK", chunk)
         for start, end in itertools.pairwise(bounds):
             # A rank has its slice at another alignment than the whole matrix has.
             u, m = (torch.zeros(end - start + shift, dtype=t.dtype)[shift:] for t in (gradient, buffer))

@@ -1,0 +1,64 @@
+"""The elementwise passes of a step over its flat partitions.
+
+``torch_passes`` says what each one does, and does it on any device. On NVIDIA GPUs with Triton the kernel of the same
+name does it in one launch, with the same bits (but for the last ones of ``sum_of_squares``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, wraps
+from types import ModuleType
+from typing import Concatenate, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from ds_muon.passes import torch_passes
+
+__all__ = ["advance_momentum_", "apply_update_", "store_updates", "sum_of_squares"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# Names of passes whose kernel could not be launched here.
+_FAILED: set[str] = set()
+
+
+@cache
+def _kernels(device: torch.device) -> ModuleType | None:
+    """The passes in Triton, which is imported only here; None where they cannot run."""
+    # bf16 needs compute capability 8.0. On AMD nobody has shown that the bits are the same.
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
+        return None
+    try:
+        from ds_muon.passes import triton_passes
+    except Exception:  # no Triton, or one that cannot take the kernels
+        return None
+    return triton_passes
+
+
+def _fused(in_torch: Callable[Concatenate[Tensor, P], T]) -> Callable[Concatenate[Tensor, P], T]:
+    """``in_torch``, or its kernel where that can run; which one, the device of the first argument decides."""
+    name = in_torch.__name__
+
+    @wraps(in_torch)
+    def run(first: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        kernels = None if name in _FAILED else _kernels(first.device)
+        if kernels is None:
+            return in_torch(first, *args, **kwargs)
+        try:
+            done: T = getattr(kernels, name)(first, *args, **kwargs)
+        except Exception:  # an older Triton, no C compiler: nothing has been written
+            # If the fault is the caller's, or the device's, torch will say so.
+            done = in_torch(first, *args, **kwargs)
+            _FAILED.add(name)
+        return done
+
+    return run
+
+
+advance_momentum_ = _fused(torch_passes.advance_momentum_)
+store_updates = _fused(torch_passes.store_updates)
+apply_update_ = _fused(torch_passes.apply_update_)
+sum_of_squares = _fused(torch_passes.sum_of_squares)

@@ -1,0 +1,121 @@
+"""Compiles the passes for Ampere and Hopper, without a GPU: the arithmetic, the width of memory accesses, spills."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("needs Triton", allow_module_level=True)
+
+# Types of the arguments of each kernel, as they are at launch.
+_MOMENTUM = {"where": "*i1", "numel": "i64", "momentum": "fp32", "rest": "fp32"}
+_STRIDES = ("batch_stride", "row_stride", "col_stride")
+_STORE = {"targets": "*i64", **dict.fromkeys(("tiles", "tile_cols", "rows", "cols", *_STRIDES), "i32"), "scale": "fp32"}
+# What each case makes constant, beside the sizes of blocks.
+KERNELS: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
+    f"advance_momentum-{dtype}-{'near' if near else 'far'}{'-nesterov' if nesterov else ''}": (
+        "advance_momentum",
+        {"gradient": "*fp32", "momentum_buffer": f"*{dtype}", **_MOMENTUM},
+        {"NEAR_GRADIENT": near, "NESTEROV": nesterov},
+    )
+    for dtype in ("fp32", "bf16")
+    for near in (False, True)
+    for nesterov in (False, True)
+}
+KERNELS |= {
+    f"apply_update{'-decays' if decays else ''}": (
+        "apply_update",
+        {"weight": "*fp32", "update": "*fp32", "numel": "i64", "lr": "fp32", "decay": "fp32"},
+        {"DECAYS": decays},
+    )
+    for decays in (False, True)
+}
+KERNELS |= {
+    f"store_updates-{dtype}-{'tall' if unit == 'row_stride' else 'wide'}{'-factors' if factors else ''}": (
+        "store_updates",
+        {"outputs": f"*{dtype}", "factors": "*fp32", **_STORE},
+        {unit: 1, "ALIGNED": True, **({} if factors else {"factors": None})},
+    )
+    for dtype in ("fp16", "bf16", "fp32")
+    for unit in ("row_stride", "col_stride")
+    for factors in (False, True)
+}
+KERNELS["sums_of_squares"] = ("sums_of_squares", {"x": "*fp32", "sums": "*fp64", "numel": "i64"}, {})
+CASES = [(case, arch) for case in KERNELS for arch in (80, 90)]
+
+
+def compile_case(case: str, arch: int) -> dict[str, Any]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from ds_muon.passes import triton_kernels, triton_passes
+
+    name, types, constants = KERNELS[case]
+    kernel = getattr(triton_kernels, name)
+    sizes = {"BLOCK": triton_passes.BLOCK, "SIDE": triton_passes.SIDE, "SPAN": triton_passes.SPAN}
+    options: dict[str, Any] = triton_passes.EXACT
+    if name == "sums_of_squares":
+        sizes["BLOCK"] = triton_passes.SUMMED
+        options = {"num_warps": 4}
+    constants = constants | {size: value for size, value in sizes.items() if size in kernel.arg_names}
+    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
+    # Addresses, and sides and strides of common matrices, are multiples of 16; the length of a partition may be any.
+    attributes = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(kernel.arg_names)
+        if signature[name].startswith("*") or (name in ("rows", "cols", *_STRIDES) and name not in constants)
+    }
+    compiled = triton.compile(
+        ASTSource(kernel, signature, constants, attributes), target=GPUTarget("cuda", arch, 32), options=options
+    )
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        command = [cuobjdump, "-res-usage", "-sass", cubin.name]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"STACK:(\d+)", report)
+    assert found is not None, report
+    return {"ptx": compiled.asm["ptx"], "sass": report, "stack": int(found[1])}
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[tuple[str, int], dict[str, Any]]:
+    """Compiled in a process of its own: the interpreter may have taken over Triton in this one."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    run = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr[-5000:]
+    return dict(zip(CASES, json.loads(run.stdout.splitlines()[-1]), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-sm{case[1]}")
+def test_every_operation_rounds_once_and_memory_is_reached_16_bytes_at_a_time(
+    case: tuple[str, int], compiled: dict[tuple[str, int], dict[str, Any]]
+) -> None:
+    code = compiled[case]
+    assert code["stack"] == 0
+    # No product and sum in one, neither by Triton nor by the assembler, and no denormal taken for zero.
+    assert not re.search(r"\bfma\.\S*f32|\bmad\.\S*f32|\.ftz", code["ptx"])
+    assert not re.search(r"\bFFMA\b|\bF(ADD|MUL)\S*\.FTZ\b", code["sass"])
+    assert "ld.global.v4" in code["ptx"]
+    assert "st.global.v4" in code["ptx"] or case[0] == "sums_of_squares"
+    # To the nearest, ties to even.
+    assert ("cvt.rn.bf16x2.f32" in code["ptx"]) == case[0].startswith("advance_momentum-bf16")
+
+
+if __name__ == "__main__":
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        print(json.dumps(list(pool.map(lambda case: compile_case(*case), CASES))))
