@@ -21,7 +21,14 @@ from torch import Tensor
 from ds_muon.bench.chart import draw_bars
 from ds_muon.bench.clock import YARDSTICK, Yardstick, milliseconds
 from ds_muon.bench.peers import PEERS
-from ds_muon.orthogonalize import BACKENDS, NewtonSchulz, orthogonalize, reference_newton_schulz
+from ds_muon.orthogonalize import (
+    BACKENDS,
+    NewtonSchulz,
+    batches,
+    orthogonalize,
+    orthogonalize_batch,
+    reference_newton_schulz,
+)
 
 GPU_SHAPES = (
     (24, 1024, 1024),
@@ -96,7 +103,7 @@ def candidates(device: torch.device, dtype: str) -> Iterator[tuple[str, Orthogon
         except ValueError as error:
             yield f"ds_muon {backend}", str(error)
             continue
-        yield f"ds_muon {backend}", partial(orthogonalize, settings=settings)
+        yield f"ds_muon {backend}", partial(_in_batches, settings=settings)
         if backend == "torch":
             yield "torch, one by one", partial(_one_by_one, settings=settings)
     for name, load in PEERS.items():
@@ -104,6 +111,17 @@ def candidates(device: torch.device, dtype: str) -> Iterator[tuple[str, Orthogon
             yield name, load()
         except Exception as error:  # not installed, or not for this machine
             yield name, (str(error) or type(error).__name__).splitlines()[0]
+
+
+def _in_batches(matrices: Sequence[Tensor], settings: NewtonSchulz) -> Tensor:
+    """As an optimizer step does, which uses up the results of a batch before the next. Returns the first result."""
+    first = None
+    for indices in batches(matrices, settings):
+        outputs = orthogonalize_batch([matrices[i] for i in indices], settings)
+        # The next batch may overwrite it.
+        first = outputs[0].clone() if first is None else first
+    assert first is not None
+    return first
 
 
 def _one_by_one(matrices: Sequence[Tensor], settings: NewtonSchulz) -> list[Tensor]:

@@ -1,4 +1,7 @@
-"""Other people's Newton-Schulz, each as its users call it; what is not installed raises when it is loaded."""
+"""Other people's Newton-Schulz, each as its users call it; what is not installed raises when it is loaded.
+
+All of them take the list of matrices, as ours does. Those that know batches get one batch, whose stacking counts.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,22 @@ from torch import Tensor
 
 Orthogonalize = Callable[[Sequence[Tensor]], object]
 
+_QUINTIC = [[3.4445, -4.7750, 2.0315]] * 5
+
+
+def _compile_each_shape() -> None:
+    """Have torch.compile make code for every shape of the bench, not for a general one, and not stop at eight."""
+    import torch._dynamo.config as dynamo
+
+    dynamo.automatic_dynamic_shapes = False
+    dynamo.recompile_limit = max(dynamo.recompile_limit, 64)
+
 
 def _deepspeed(method: str) -> Callable[[], Orthogonalize]:
     def load() -> Orthogonalize:
         from deepspeed.runtime.zero.muon import original_muon
 
+        _compile_each_shape()
         name = "zeropower_via_gram_newtonschulz" if method == "gram" else "zeropower_via_newtonschulz5"
         function = getattr(original_muon, name)
         return lambda matrices: [function(matrix, steps=5) for matrix in matrices]
@@ -22,20 +36,47 @@ def _deepspeed(method: str) -> Callable[[], Orthogonalize]:
 
 
 def _gram_newton_schulz(kernels: bool) -> Callable[[], Orthogonalize]:
-    def load() -> Orthogonalize:
-        from gram_newton_schulz.gram_newton_schulz import GramNewtonSchulz
+    """Squares go through its standard iteration, in fp16 as the other. Its output for fp32 input needs no clone: the
+    cast back to fp32 has left the memory of the CUDA graph."""
 
-        quintic = [[3.4445, -4.7750, 2.0315]] * 5
-        function = GramNewtonSchulz(ns_coefficients=quintic, ns_use_kernels=kernels)
-        return lambda matrices: function(torch.stack(list(matrices))).clone()
+    def load() -> Orthogonalize:
+        from gram_newton_schulz.gram_newton_schulz import SYMMETRIC_KERNEL_TILE_SIZE, GramNewtonSchulz
+
+        _compile_each_shape()
+        function = GramNewtonSchulz(ns_coefficients=_QUINTIC, ns_use_kernels=kernels)
+
+        def run(matrices: Sequence[Tensor]) -> object:
+            if kernels and min(matrices[0].shape) < SYMMETRIC_KERNEL_TILE_SIZE:
+                raise ValueError(f"without kernels for sides below {SYMMETRIC_KERNEL_TILE_SIZE}")
+            return function(torch.stack(list(matrices)))
+
+        return run
 
     return load
 
 
-def _emerging_optimizers() -> Orthogonalize:
-    from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz
+def _emerging_optimizers(symmetric: bool) -> Callable[[], Orthogonalize]:
+    """``medium`` is the default of its Muon and means products in bf16; its Triton kernel takes part in no other."""
 
-    return lambda matrices: [newton_schulz(matrix, steps=5, coefficient_type="simple") for matrix in matrices]
+    def load() -> Orthogonalize:
+        from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz
+        from emerging_optimizers.utils import fp32_matmul_precision
+
+        def run(matrices: Sequence[Tensor]) -> object:
+            with fp32_matmul_precision("medium"):
+                batch = torch.stack(list(matrices))
+                return newton_schulz(batch, steps=5, coefficient_type="simple", use_syrk=symmetric)
+
+        return run
+
+    return load
+
+
+def _dion() -> Orthogonalize:
+    """Five steps as well, but of coefficients of its own that cannot be set: its error here is that difference."""
+    from dion.newton_schulz_triton import newton_schulz_triton
+
+    return lambda matrices: newton_schulz_triton(torch.stack(list(matrices)))
 
 
 PEERS: dict[str, Callable[[], Orthogonalize]] = {
@@ -43,5 +84,7 @@ PEERS: dict[str, Callable[[], Orthogonalize]] = {
     "DeepSpeed, standard": _deepspeed("standard"),
     "gram-newton-schulz, torch": _gram_newton_schulz(kernels=False),
     "gram-newton-schulz, quack": _gram_newton_schulz(kernels=True),
-    "Emerging-Optimizers": _emerging_optimizers,
+    "Emerging-Optimizers, cuBLAS": _emerging_optimizers(symmetric=False),
+    "Emerging-Optimizers, syrk": _emerging_optimizers(symmetric=True),
+    "Dion, triton, its coefficients": _dion,
 }
