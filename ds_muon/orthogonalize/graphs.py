@@ -93,13 +93,13 @@ def overlapped(parts: Sequence[tuple[Callable[[], _T], Callable[[_T], object]]])
             second(first())
         return
     origin = torch.cuda.current_stream()
-    streams = [torch.cuda.Stream() for _ in parts]  # type: ignore[no-untyped-call]
+    branches = [torch.cuda.Stream() for _ in parts]  # type: ignore[no-untyped-call]
     loaded = origin.record_event()
-    for stream, (first, second) in zip(streams, parts, strict=True):
-        stream.wait_event(loaded)
-        with torch.cuda.stream(stream):
+    for branch, (first, second) in zip(branches, parts, strict=True):
+        branch.wait_event(loaded)
+        with torch.cuda.stream(branch):
             begun = first()
-            loaded = stream.record_event()
+            loaded = branch.record_event()
             second(begun)
-    for stream in streams:
-        origin.wait_stream(stream)
+    for branch in branches:
+        origin.wait_stream(branch)

@@ -116,8 +116,8 @@ def choose_tile(
     return min(rounds, key=lambda tile: rounds[tile])
 
 
-# Sub-batches that a replayed batch is cut into, each on a stream of its own: one fills the gaps that another leaves at
-# the end of a launch, and reads its input while another multiplies.
+# Sub-batches that a replayed batch is cut into, each on a stream of its own: one fills the gaps that the other leaves
+# at the end of a launch, and reads its input while that multiplies. Three or more were slower on H100, for any shape.
 _PARTS_IN_PARALLEL = 2
 
 
