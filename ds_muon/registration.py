@@ -96,6 +96,8 @@ _MODULE_NAMES = (
 class _Prepared:
     config: DSMuonConfig
     routing: Routing
+    iteration: str
+    """Backend and dtype of Newton-Schulz on this rank, where the config leaves them open."""
 
 
 def register() -> None:
@@ -226,9 +228,10 @@ def _prepare(engine: Any, model: nn.Module) -> _Prepared:
         if refusals:
             raise DSMuonRefusal("\n".join(["DSMuon refuses this setup:", *refusals]))
         config = DSMuonConfig.parse(engine.optimizer_params() or {})
-        config.newton_schulz(torch.device(get_accelerator().current_device_name()))  # refuses a backend that cannot run
+        # Refuses a backend that cannot run.
+        newton_schulz = config.newton_schulz(torch.device(get_accelerator().current_device_name()))
         routing = route(model, muon_params=config.muon_params, adamw_params=config.adamw_params)
-        prepared = _Prepared(config, routing)
+        prepared = _Prepared(config, routing, f"{newton_schulz.backend} in {newton_schulz.dtype}")
     except Exception as caught:  # whatever it is, no rank may be left waiting
         error = caught
     raise_together(error)
@@ -237,6 +240,7 @@ def _prepare(engine: Any, model: nn.Module) -> _Prepared:
         prepared.routing.digest(prepared.config.model_dump_json()),
         "build the same model and read the same DeepSpeed config",
     )
+    _agree(prepared.iteration.encode(), 'set "ns_backend" and "ns_dtype" to what each of them can run')
     return prepared
 
 

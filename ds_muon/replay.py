@@ -99,8 +99,8 @@ def attempts(capture: Capture, device: torch.device) -> Iterator[Attempt]:
     others = [
         replace(captured, backend=backend, dtype=dtype, method=method)
         for backend in BACKENDS
-        if problem(backend, device) is None
         for dtype in AGAINST_FP64
+        if problem(backend, device, dtype) is None
         for method in ("gram", "standard")
     ]
     # "gram" means the standard form where that is better: each form once.
@@ -120,7 +120,7 @@ def _attempt(
     matrices: Sequence[Tensor], settings: NewtonSchulz, reference: _Reference, *, as_captured: bool
 ) -> Attempt:
     attempt = Attempt(*_key(settings, matrices[0]), as_captured)
-    reason = problem(settings.backend, matrices[0].device)
+    reason = problem(settings.backend, matrices[0].device, settings.dtype)
     if reason is not None:
         return replace(attempt, cannot_run=reason)
     try:

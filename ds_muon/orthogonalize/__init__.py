@@ -74,8 +74,9 @@ class NewtonSchulz:
         dtypes["auto"] = torch.float32 if device.type == "cpu" else torch.float16
         if ns_dtype not in dtypes:
             raise ValueError(f"ns_dtype = {ns_dtype!r}: choose one of {sorted(dtypes)}")
-        backend = choose_backend(ns_backend, device)
-        return cls(schedule(ns_coefficients, ns_steps), ns_method, dtypes[ns_dtype], ns_eps, backend)
+        dtype = dtypes[ns_dtype]
+        backend = choose_backend(ns_backend, device, dtype)
+        return cls(schedule(ns_coefficients, ns_steps), ns_method, dtype, ns_eps, backend)
 
     def cost(self, rows: int, cols: int) -> int:
         """Floating-point operations for one (rows, cols) matrix."""

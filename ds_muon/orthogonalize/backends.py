@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -9,7 +10,9 @@ from importlib.util import find_spec
 import torch
 
 from ds_muon.orthogonalize.newton_schulz import Operations
-from ds_muon.orthogonalize.torch_backend import TorchOperations
+from ds_muon.orthogonalize.torch_backend import TorchOperations, exact_products
+
+_LOGGER = logging.getLogger(__name__)
 
 
 @cache
@@ -22,36 +25,68 @@ def _triton() -> Operations:
 BACKENDS: dict[str, Callable[[], Operations]] = {"torch": TorchOperations, "triton": _triton}
 
 
-def choose_backend(ns_backend: str, device: torch.device) -> str:
-    """The name in ``BACKENDS`` that ``ns_backend`` stands for on this device.
+def choose_backend(ns_backend: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The name in ``BACKENDS`` that ``ns_backend`` stands for, for an iteration in ``dtype`` on ``device``.
+
+    ``"auto"`` is Triton on NVIDIA GPUs in half precision, and torch elsewhere, in fp32 because that is faster there.
+    Where Triton would be expected and cannot be used, the reason is logged, once.
 
     Raises:
         ValueError: an unknown backend, or one that cannot run on ``device``, with the reason.
     """
     if ns_backend == "auto":
-        return "torch"
+        if device.type == "cpu" or dtype == torch.float32:
+            return "torch"
+        reason = problem("triton", device, dtype)
+        if reason is not None:
+            _log_once(f"Newton-Schulz runs on torch's products, which take up to twice as long as Triton's: {reason}")
+        return "triton" if reason is None else "torch"
     if ns_backend not in BACKENDS:
         raise ValueError(f"ns_backend = {ns_backend!r}: choose one of {sorted(['auto', *BACKENDS])}")
-    reason = problem(ns_backend, device)
+    reason = problem(ns_backend, device, dtype)
     if reason is not None:
         raise ValueError(f'ns_backend = "{ns_backend}": {reason}. Set "auto" or "torch"')
     return ns_backend
 
 
-def problem(name: str, device: torch.device) -> str | None:
-    """Why a backend cannot run on a device; None if it can."""
+def problem(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why a backend cannot run in ``dtype`` on a device; None if it can."""
     if name not in BACKENDS:
         return "there is no such backend here"
     if name != "triton":
         return None
-    if device.type != "cuda":
-        return f"it needs a GPU, and this is {device.type}"
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return f"Triton needs a GPU, and this is {device.type}"
+    if torch.version.hip:
+        return "the Triton kernels are for NVIDIA GPUs, and this is an AMD one"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"Triton needs compute capability 8.0, and {torch.cuda.get_device_name(device)} has less"
     if find_spec("triton") is None:
         return "Triton is not installed: pip install 'ds-muon[triton]'"
+    return _trial(device, dtype)
+
+
+@cache
+def _trial(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why Triton fails on a small matrix here; None if it does not. Compiles kernels the first time on a machine.
+
+    Whatever the reason is, an old Triton, no C compiler or too little shared memory, it shows before training.
+    """
+    x = torch.linspace(-1.0, 1.0, 64 * 96, device=device).view(1, 64, 96).to(dtype) / 64
     try:
-        _triton()
-    except Exception as error:  # an older Triton lacks a name, or cannot take the kernels
-        return f"Triton cannot be used: {error}"
-    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
-        return f"it needs compute capability 8.0, and {torch.cuda.get_device_name(device)} has less"
-    return None
+        ops = _triton()
+        r = ops.symmetric(x, x.mT)
+        found = ops.product(ops.polynomial(r, (3.0, -2.0, 0.5)), x)
+        with exact_products():
+            plain = TorchOperations()
+            x, r = x.float(), r.float()
+            expected = plain.product(plain.polynomial(r, (3.0, -2.0, 0.5)), x)
+        error = float((found.float() - expected).norm() / expected.norm())
+    except Exception as caught:
+        return f"Triton cannot be used: {caught}"
+    return None if error <= 0.02 else f"Triton's products are wrong here, by {error:.1e}"
+
+
+@cache
+def _log_once(message: str) -> None:
+    _LOGGER.warning(message)
