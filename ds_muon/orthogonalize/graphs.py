@@ -14,70 +14,83 @@ from torch import Tensor
 
 # Floating-point operations of a batch up to which a graph pays: about 4 ms of an H100.
 _FEW = 3_000_000_000_000
-# What all graphs may keep of results, in bytes. Their temporaries share one pool.
-_KEPT_BYTES = 512 << 20
+# Kinds of batches that get one.
+_MOST_GRAPHS = 64
 
-Work = Callable[[Tensor], Tensor]
+Work = Callable[[Tensor, Tensor, bool], object]
 
 
 class GraphCache:
-    """Graphs by kind of batch. Memory for results stays allocated, and for the temporaries of the largest batch."""
+    """Graphs by kind of batch.
+
+    All of them share the memory of their temporaries and of their results, which stays allocated for the largest batch:
+    results take no more than twice what the largest one takes.
+    """
 
     def __init__(self) -> None:
         self._graphs: dict[Hashable, _Graph | None] = {}
-        self._kept = 0
+        self._results: dict[torch.device, Tensor] = {}
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
 
-    def run(self, key: Hashable, source: Tensor, work: Work, *, flops: int, nbytes: int) -> Tensor:
-        """``work(source)``, through a graph if that pays.
+    def run(self, key: Hashable, source: Tensor, nbytes: int, work: Work, flops: int) -> Tensor:
+        """``work(source, result, replayed)``, through a graph if that pays; returns ``result``.
 
         Args:
             key: all that ``work`` depends on but the values of ``source``.
             source: small; not modified.
-            flops: of the batch.
             nbytes: of the result.
+            work: writes to ``result``, (nbytes,) uint8. ``replayed``: its launches are captured now, or will be.
+            flops: of the batch.
 
         Returns:
             What may be overwritten in the next call.
         """
-        if not source.is_cuda or flops > _FEW or torch.cuda.is_current_stream_capturing():
-            return work(source)
-        if key not in self._graphs:
-            self._graphs[key] = None  # what comes once, as in a test, is not worth a graph; and this compiles kernels
-            return work(source)
+        replayed = source.is_cuda and flops <= _FEW and not torch.cuda.is_current_stream_capturing()
+        replayed = replayed and (key in self._graphs or len(self._graphs) < _MOST_GRAPHS)
+        if not replayed or key not in self._graphs:
+            result = torch.empty(nbytes, dtype=torch.uint8, device=source.device)
+            if replayed:
+                self._graphs[key] = None  # what comes once, as in a test, is worth no graph; and this compiles kernels
+            work(source, result, replayed)
+            return result
         stream = torch.cuda.current_stream(source.device)
         if self._stream is not None and self._stream != stream:
-            stream.wait_stream(self._stream)  # graphs share their temporaries
+            stream.wait_stream(self._stream)  # graphs share their memory
         self._stream = stream
         graph = self._graphs[key]
         if graph is None:
-            if self._kept + nbytes > _KEPT_BYTES:
-                return work(source)
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
-            graph = self._graphs[key] = _Graph(source, work, self._pool)
-            self._kept += nbytes
+            graph = self._graphs[key] = _Graph(source, self._memory(source.device, nbytes), work, self._pool)
         return graph.replay(source)
+
+    def _memory(self, device: torch.device, nbytes: int) -> Tensor:
+        kept = self._results.get(device)
+        if kept is None or kept.numel() < nbytes:
+            # Graphs that were captured before go on using theirs. Powers of two keep the sum of all in bounds.
+            size = 1 << max(nbytes - 1, 1).bit_length()
+            kept = self._results[device] = torch.empty(size, dtype=torch.uint8, device=device)
+        return kept[:nbytes]
 
 
 class _Graph:
-    def __init__(self, source: Tensor, work: Work, pool: Any) -> None:
-        self._source = source.clone()
+    def __init__(self, source: Tensor, result: Tensor, work: Work, pool: Any) -> None:
+        self._source, self._result = source.clone(), result
         self._graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream(source.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(source.device))
         with torch.cuda.stream(stream):
             # Other threads, such as NCCL's watchdog, may go on talking to the device.
             self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            self._out = work(self._source)
+            work(self._source, self._result, True)
             self._graph.capture_end()
         torch.cuda.current_stream(source.device).wait_stream(stream)
 
     def replay(self, source: Tensor) -> Tensor:
         self._source.copy_(source)
         self._graph.replay()
-        return self._out
+        return self._result
 
 
 _T = TypeVar("_T")

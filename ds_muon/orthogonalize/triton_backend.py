@@ -146,13 +146,22 @@ class TritonOperations:
         self, matrices: Sequence[Tensor], iterate: Iterate, *, key: object, dtype: torch.dtype, eps: float, flops: int
     ) -> Tensor:
         matrices = [matrix.contiguous() for matrix in matrices]
-        device, shape = matrices[0].device, matrices[0].shape
+        device, shape = matrices[0].device, tuple(matrices[0].shape)
+        batch, rows, cols = len(matrices), *shape
         aligned = all(matrix.data_ptr() % 16 == 0 for matrix in matrices)
         addresses = _addresses(tuple(matrix.data_ptr() for matrix in matrices), device)
-        work = partial(_orthogonalize, shape=shape, aligned=aligned, dtype=dtype, eps=eps, iterate=iterate)
-        key = (key, device, len(matrices), shape, aligned, dtype, eps)
-        nbytes = len(matrices) * shape.numel() * dtype.itemsize
-        return self._graphs.run(key, addresses, work, flops=flops, nbytes=nbytes)
+        pitch = _pitch(cols, dtype)
+
+        def shaped(result: Tensor) -> Tensor:
+            return result.view(dtype).view(batch, rows, pitch)[..., :cols]
+
+        def work(addresses: Tensor, result: Tensor, replayed: bool) -> None:
+            parts = min(_PARTS_IN_PARALLEL, batch) if replayed else 1
+            _orthogonalize(addresses, shaped(result), parts, aligned, eps, iterate)
+
+        key = (key, device, batch, shape, aligned, dtype, eps)
+        nbytes = batch * rows * pitch * dtype.itemsize
+        return shaped(self._graphs.run(key, addresses, nbytes, work, flops))
 
     def symmetric(self, a: Tensor, b: Tensor) -> Tensor:
         return matmul(a, b, symmetric=True)
@@ -169,23 +178,22 @@ class TritonOperations:
         return matmul(a, b, out=out)
 
 
-def _orthogonalize(
-    addresses: Tensor, *, shape: torch.Size, aligned: bool, dtype: torch.dtype, eps: float, iterate: Iterate
-) -> Tensor:
-    """Normalize the matrices at ``addresses`` and iterate on them; see ``newton_schulz.Operations.run``."""
-    rows, cols = shape
-    out = _empty(len(addresses), rows, cols, dtype, addresses.device)
-    parts = min(_PARTS_IN_PARALLEL, len(addresses))
+def _orthogonalize(addresses: Tensor, out: Tensor, parts: int, aligned: bool, eps: float, iterate: Iterate) -> None:
+    """Normalize the matrices at ``addresses``, in ``parts``, and iterate on them; see ``newton_schulz.Operations.run``.
+
+    Args:
+        out: (batch, rows, cols) to be overwritten.
+    """
+    _, rows, cols = out.shape
 
     def load(addresses: Tensor) -> Tensor:
-        return normalize(addresses, rows, cols, dtype, eps, aligned=aligned)
+        return normalize(addresses, rows, cols, out.dtype, eps, aligned=aligned)
 
-    def multiply(out: Tensor, x: Tensor) -> None:
-        iterate(x.mT if rows > cols else x, out.mT if rows > cols else out)
+    def multiply(result: Tensor, x: Tensor) -> None:
+        iterate(x.mT if rows > cols else x, result.mT if rows > cols else result)
 
     pairs = zip(addresses.tensor_split(parts), out.tensor_split(parts), strict=True)
     overlapped([(partial(load, part), partial(multiply, result)) for part, result in pairs])
-    return out
 
 
 def normalize(
@@ -347,8 +355,11 @@ def _aligned_copy(x: Tensor) -> Tensor:
 
 def _empty(batch: int, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """(batch, rows, cols) storage that a descriptor fits: rows start at multiples of 16 bytes."""
-    pitch = _ceil_div(cols * dtype.itemsize, 16) * 16 // dtype.itemsize
-    return torch.empty(batch, rows, pitch, dtype=dtype, device=device)[..., :cols]
+    return torch.empty(batch, rows, _pitch(cols, dtype), dtype=dtype, device=device)[..., :cols]
+
+
+def _pitch(cols: int, dtype: torch.dtype) -> int:
+    return _ceil_div(cols * dtype.itemsize, 16) * 16 // dtype.itemsize
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
