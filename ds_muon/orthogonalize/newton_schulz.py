@@ -136,8 +136,10 @@ def flops(rows: int, cols: int, triples: Sequence[Triple], dtype: torch.dtype, m
 
 
 def uses_gram(rows: int, cols: int, method: str) -> bool:
-    """``"gram"`` pays from one and a half times as long as wide on. Below, the standard form is faster and as accurate.
+    """``"gram"`` pays from twice as long as wide on, for large matrices from 1.5 times: measured on H100 in fp16.
 
-    The operations are equal in number at ``rows == cols``, but more of those of the Gram form are small products.
+    The operations are equal in number at ``rows == cols``, but more of those of the Gram form are small products. Where
+    the standard form is faster it is as accurate.
     """
-    return method == "gram" and 2 * max(rows, cols) >= 3 * min(rows, cols)
+    m, n = sorted((rows, cols))
+    return method == "gram" and n >= (1.5 if m >= 1536 else 2) * m
