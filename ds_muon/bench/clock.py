@@ -40,6 +40,20 @@ class Yardstick:
         """Of one matmul, now."""
         return milliseconds(self._matmul, self._device)
 
+    def before(self, call: Callable[[], object]) -> tuple[float, float]:
+        """Milliseconds of one matmul, and from its end until the device is done with what ``call`` launches."""
+        if self._device.type != "cuda":
+            return self.milliseconds(), milliseconds(call, self._device)
+        start, between, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))  # type: ignore[no-untyped-call]
+        synchronize(self._device)
+        start.record()
+        self._matmul()
+        between.record()
+        call()
+        end.record()
+        synchronize(self._device)
+        return start.elapsed_time(between), between.elapsed_time(end)
+
     def rate(self, ms: float) -> float:
         """Operations per second, if one matmul takes so many ms."""
         return 2 * self.side**3 / (1e-3 * ms)

@@ -1,8 +1,9 @@
 """``ds-muon bench newton-schulz``: every backend of ours beside every peer that is installed, one batch at a time.
 
-All of them orthogonalize the same fp32 matrices, in turns with a large bf16 matmul, whose rate is the yardstick: a card
-that is hot or shared is so for all. What is timed is a call as a training step makes it, host time included, until the
-device is done.
+All of them orthogonalize the same fp32 matrices, each time right behind a large bf16 matmul, whose rate is the
+yardstick: a card that is hot or shared is so for all. Two times are taken. In a training step, what the host launches
+waits in a queue behind other work: the first is from the end of that matmul until the device is done, and holds host
+time only where launching takes longer than the work. The second is of a call on an idle device until that is done.
 """
 
 from __future__ import annotations
@@ -52,15 +53,17 @@ class Timing:
 
     Attributes:
         name: of the candidate.
-        ms: median of the rounds, host time included; None where it cannot run.
+        ms: behind other work, median of the rounds; None where it cannot run.
+        call_ms: of a call on an idle device, host time included.
         tflops: effective rate, by the operations that symmetry leaves to do.
-        over_floor: time over that of as many operations at the rate of the yardstick.
+        over_floor: ``ms`` over the time of as many operations at the rate of the matmuls right before.
         error: relative Frobenius error of the first matrix against fp64.
         problem: why it cannot run here; None if it can.
     """
 
     name: str
     ms: float | None = None
+    call_ms: float | None = None
     tflops: float | None = None
     over_floor: float | None = None
     error: float | None = None
@@ -83,9 +86,17 @@ class Row:
 
     @property
     def lead(self) -> float | None:
-        """Time of the fastest peer over that of our fastest; None if either is missing."""
-        ours = [t.ms for t in self.timings if t.ms is not None and t.name.startswith("ds_muon")]
-        peers = [t.ms for t in self.timings if t.ms is not None and not t.name.startswith("ds_muon")]
+        """``ms`` of the fastest peer over that of our fastest; None if either is missing."""
+        return self._lead([(t.name, t.ms) for t in self.timings if t.ms is not None])
+
+    @property
+    def call_lead(self) -> float | None:
+        """The same for ``call_ms``."""
+        return self._lead([(t.name, t.call_ms) for t in self.timings if t.call_ms is not None])
+
+    def _lead(self, times: Sequence[tuple[str, float]]) -> float | None:
+        ours = [ms for name, ms in times if name.startswith("ds_muon")]
+        peers = [ms for name, ms in times if not name.startswith("ds_muon")]
         return min(peers) / min(ours) if ours and peers else None
 
 
@@ -149,21 +160,24 @@ def measure(shapes: Sequence[tuple[int, int, int]], device: torch.device, dtype:
                 ready[name] = function
             except Exception as error:  # whatever a kernel makes of this shape or device
                 problems[name] = (str(error) or type(error).__name__).splitlines()[0]
-        times: dict[str, list[float]] = {name: [] for name in ready}
-        yardstick: list[float] = []
+        behind: dict[str, list[tuple[float, float]]] = {name: [] for name in ready}
+        alone: dict[str, list[float]] = {name: [] for name in ready}
         for _ in range(rounds):
-            yardstick.append(matmul.milliseconds())
             for name, function in ready.items():
-                times[name].append(milliseconds(partial(function, matrices), device))
-        rate = matmul.rate(statistics.median(yardstick))
+                behind[name].append(matmul.before(partial(function, matrices)))
+                alone[name].append(milliseconds(partial(function, matrices), device))
         flops = batch * floor_flops(rows, cols)
         timings = []
         for name, _ in found:
             if name in problems:
                 timings.append(Timing(name, problem=problems[name]))
                 continue
-            ms = statistics.median(times[name])
-            timings.append(Timing(name, ms, flops / ms / 1e9, 1e-3 * ms * rate / flops, errors[name]))
+            yardstick, ms = (statistics.median(column) for column in zip(*behind[name], strict=True))
+            over_floor = 1e-3 * ms * matmul.rate(yardstick) / flops
+            call_ms = statistics.median(alone[name])
+            timings.append(Timing(name, ms, call_ms, flops / ms / 1e9, over_floor, errors[name]))
+        every = [yardstick for pairs in behind.values() for yardstick, _ in pairs]
+        rate = matmul.rate(statistics.median(every)) if every else 0.0
         yield Row(batch, rows, cols, rate / 1e12, tuple(timings))
 
 
@@ -208,11 +222,12 @@ def _over_floor(row: Row, name: str) -> float | None:
 
 
 def _lines(row: Row) -> Iterator[str]:
-    lead = "" if row.lead is None else f"; ours is {row.lead:.2f} times as fast as the best peer"
-    yield f"{row.title}: matmul {row.matmul_tflops:.0f} TFLOP/s{lead}"
+    leads = [(row.lead, "as fast as the best peer"), (row.call_lead, "in a call on an idle device")]
+    said = "".join(f"; {lead:.2f} times {where}" for lead, where in leads if lead is not None)
+    yield f"{row.title}: matmul {row.matmul_tflops:.0f} TFLOP/s{said}"
     for t in row.timings:
         if t.ms is None:
             yield f"    {t.name:32}{t.problem}"
         else:
-            rates = f"{t.ms:9.3f} ms{t.tflops:8.0f} TFLOP/s{t.over_floor:8.2f} x floor"
+            rates = f"{t.ms:9.3f} ms{t.tflops:7.0f} TFLOP/s{t.over_floor:7.2f} x floor{t.call_ms:9.3f} ms a call"
             yield f"    {t.name:32}{rates}   error {t.error:.1e}"

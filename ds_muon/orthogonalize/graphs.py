@@ -1,12 +1,13 @@
 """CUDA graphs of the iteration, for batches whose launches take the host longer than the GPU needs for the work.
 
 A graph is captured the second time that a kind of batch comes by, and replayed from then on. It is the same kernels on
-the same numbers: the results are the same, bit for bit. Inside a graph, parts of a batch run on streams of their own.
+the same numbers: the results are the same, bit for bit. Parts of a batch run on streams of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -96,23 +97,28 @@ class _Graph:
 _T = TypeVar("_T")
 
 
-def overlapped(parts: Sequence[tuple[Callable[[], _T], Callable[[_T], object]]]) -> None:
-    """Run ``second(first())`` of all parts: in a graph each on a stream of its own, else one after another.
+def overlapped(parts: Sequence[tuple[Callable[[], _T], Callable[[_T], object]]], device: torch.device) -> None:
+    """Run ``second(first())`` of all parts, on a GPU each on a stream of its own.
 
     The first halves, which load, do not run beside each other, but beside the second half of the part before.
     """
-    if len(parts) == 1 or not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
+    if len(parts) == 1 or device.type != "cuda":
         for first, second in parts:
             second(first())
         return
-    origin = torch.cuda.current_stream()
-    branches = [torch.cuda.Stream() for _ in parts]  # type: ignore[no-untyped-call]
+    origin = torch.cuda.current_stream(device)
     loaded = origin.record_event()
-    for branch, (first, second) in zip(branches, parts, strict=True):
-        branch.wait_event(loaded)
-        with torch.cuda.stream(branch):
+    for stream, (first, second) in zip(_streams(device, len(parts)), parts, strict=True):
+        stream.wait_event(loaded)
+        # What is allocated inside belongs to the stream, and is used again only behind what runs on it.
+        with torch.cuda.stream(stream):
             begun = first()
-            loaded = branch.record_event()
+            loaded = stream.record_event()
             second(begun)
-    for branch in branches:
-        origin.wait_stream(branch)
+    for stream in _streams(device, len(parts)):
+        origin.wait_stream(stream)
+
+
+@lru_cache
+def _streams(device: torch.device, count: int) -> list[torch.cuda.Stream]:
+    return [torch.cuda.Stream(device) for _ in range(count)]  # type: ignore[no-untyped-call]

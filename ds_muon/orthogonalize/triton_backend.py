@@ -119,6 +119,8 @@ def choose_tile(
 # Sub-batches that a replayed batch is cut into, each on a stream of its own: one fills the gaps that the other leaves
 # at the end of a launch, and reads its input while that multiplies. Three or more were slower on H100, for any shape.
 _PARTS_IN_PARALLEL = 2
+# Operations of a batch that keep the GPU busy for longer than the host launches two parts: about 8 ms of an H100.
+_MUCH = 6_000_000_000_000
 
 
 class TritonOperations:
@@ -156,7 +158,8 @@ class TritonOperations:
             return result.view(dtype).view(batch, rows, pitch)[..., :cols]
 
         def work(addresses: Tensor, result: Tensor, replayed: bool) -> None:
-            parts = min(_PARTS_IN_PARALLEL, batch) if replayed else 1
+            # Without a graph, twice the launches must not take the host longer than the GPU needs for the work.
+            parts = min(_PARTS_IN_PARALLEL, batch) if replayed or flops > _MUCH else 1
             _orthogonalize(addresses, shaped(result), parts, aligned, eps, iterate)
 
         key = (key, device, batch, shape, aligned, dtype, eps)
@@ -193,7 +196,7 @@ def _orthogonalize(addresses: Tensor, out: Tensor, parts: int, aligned: bool, ep
         iterate(x.mT if rows > cols else x, result.mT if rows > cols else result)
 
     pairs = zip(addresses.tensor_split(parts), out.tensor_split(parts), strict=True)
-    overlapped([(partial(load, part), partial(multiply, result)) for part, result in pairs])
+    overlapped([(partial(load, part), partial(multiply, result)) for part, result in pairs], out.device)
 
 
 def normalize(
@@ -262,11 +265,9 @@ def matmul(
             batch, m, n, k,
             symmetric=symmetric, sms=sms, l2_bytes=l2_bytes, capability=capability, dtype=a.dtype,
         )  # fmt: skip
-    model = b if out is None else out
-    transposed = not symmetric and model.stride(2) != 1 and model.stride(1) == 1
     if out is None:
-        out = _empty(batch, n, m, a.dtype, a.device).mT if transposed else _empty(batch, m, n, a.dtype, a.device)
-    if transposed:
+        out = _empty(batch, m, n, a.dtype, a.device) if symmetric else _result(a, b)
+    if not symmetric and _transposed(out):
         # The transpose of the result has contiguous rows.
         matmul(b.mT, a.mT, out=out.mT, tile=tile)
     elif out.numel() > 0:
@@ -274,6 +275,18 @@ def matmul(
         with _current(a.device):
             multiply(a, b, c, out, (alpha, beta, identity), symmetric, tile)
     return out
+
+
+def _result(a: Tensor, b: Tensor) -> Tensor:
+    """Memory for ``a @ b``: transposed, if ``b`` is."""
+    m, n = a.shape[1], b.shape[2]
+    if _transposed(b):
+        return _empty(len(a), n, m, a.dtype, a.device).mT
+    return _empty(len(a), m, n, a.dtype, a.device)
+
+
+def _transposed(x: Tensor) -> bool:
+    return x.stride(2) != 1 and x.stride(1) == 1
 
 
 _Scalars = tuple[float, float, float]

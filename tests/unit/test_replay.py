@@ -143,7 +143,7 @@ def test_the_command_finds_the_backend_at_fault(
     with sick((20, 40)):
         assert cli.main(["replay", str(path)]) == 1
     out = capsys.readouterr().out
-    assert "layer.weight (20 x 30), rank 1, step 9: the output was not finite" in out
+    assert "layer.weight (20 x 40), rank 1, step 9: the output was not finite" in out
     assert "AT FAULT: the faulty backend in float16, gram form (*), not finite from iteration 1 on" in out
 
 
@@ -166,7 +166,7 @@ def test_an_input_that_is_not_finite_and_coefficients_that_diverge_are_told_apar
     sick_input[3] = torch.inf
     path = saved(tmp_path, monkeypatch, sick_input, NewtonSchulz.resolve(CPU))
     assert cli.main(["replay", str(path)]) == 1
-    assert "INPUT: of its 600 elements 30 are not finite" in capsys.readouterr().out
+    assert "INPUT: of its 800 elements 40 are not finite" in capsys.readouterr().out
     wild = NewtonSchulz.resolve(CPU, ns_coefficients=[[50.0, -10.0, 30.0]], ns_steps=30)
     path = saved(tmp_path, monkeypatch, gaussian(20, 40), wild)
     assert cli.main(["replay", str(path)]) == 1
