@@ -212,6 +212,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--dtype", choices=("auto", "float16", "bfloat16", "float32"), default="auto", help="of ours")
     parser.add_argument("--rounds", type=_positive, default=15, metavar="N", help="timings of each (default: 15)")
+    parser.add_argument("--candidates", nargs="+", metavar="PART", help="only those with one of these in their name")
     _add_outputs(parser, "draw a bar chart there (.png)")
     parser.set_defaults(run=_bench_newton_schulz)
     parser = subjects.add_parser(
@@ -256,7 +257,9 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _bench_newton_schulz(options: argparse.Namespace) -> int:
-    return newton_schulz.run(options.shapes, options.dtype, options.rounds, options.json, options.chart)
+    return newton_schulz.run(
+        options.shapes, options.dtype, options.rounds, options.candidates, options.json, options.chart
+    )
 
 
 def _bench_step(options: argparse.Namespace) -> int:

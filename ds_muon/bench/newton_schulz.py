@@ -139,9 +139,15 @@ def _one_by_one(matrices: Sequence[Tensor], settings: NewtonSchulz) -> list[Tens
     return [output for matrix in matrices for output in orthogonalize([matrix], settings)]
 
 
-def measure(shapes: Sequence[tuple[int, int, int]], device: torch.device, dtype: str, rounds: int) -> Iterator[Row]:
-    """One row per (batch, rows, cols), as they are done."""
-    found = list(candidates(device, dtype))
+def measure(
+    shapes: Sequence[tuple[int, int, int]],
+    device: torch.device,
+    dtype: str,
+    rounds: int,
+    only: Sequence[str] | None = None,
+) -> Iterator[Row]:
+    """One row per (batch, rows, cols), as they are done; of candidates with one of ``only`` in their name, if given."""
+    found = [(name, f) for name, f in candidates(device, dtype) if only is None or any(part in name for part in only)]
     matmul = Yardstick(device)
     for batch, rows, cols in shapes:
         matrices = list(torch.randn(batch, rows, cols, device=device).unbind())
@@ -191,7 +197,12 @@ def _first(output: Any) -> Tensor:
 
 
 def run(
-    shapes: Sequence[tuple[int, int, int]] | None, dtype: str, rounds: int, json_file: Path | None, chart: Path | None
+    shapes: Sequence[tuple[int, int, int]] | None,
+    dtype: str,
+    rounds: int,
+    only: Sequence[str] | None,
+    json_file: Path | None,
+    chart: Path | None,
 ) -> int:
     """Measure, print each row as it is done, and write the files that were asked for. Returns the exit code."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -201,7 +212,7 @@ def run(
     print(f"{name}, torch {torch.__version__}; ours in {dtype}; medians of {rounds} rounds")
     print(f'"x floor": time over that of the operations left to do, at the rate of a {side}^3 {kind} matmul\n')
     done = []
-    for row in measure(shapes or (GPU_SHAPES if device.type == "cuda" else CPU_SHAPES), device, dtype, rounds):
+    for row in measure(shapes or (GPU_SHAPES if device.type == "cuda" else CPU_SHAPES), device, dtype, rounds, only):
         done.append(row)
         print("\n".join(_lines(row)), flush=True)
     if json_file is not None:

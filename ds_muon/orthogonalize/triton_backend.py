@@ -39,8 +39,7 @@ class Tile:
             a descriptor tile. 0 for a pointer tile, which starts one program per block.
         pieces: 1 or 4 column slices in which a square of the result is stored. The buffer for stores holds one: with
             four, two programs of the 128 x 128 tile live on one multiprocessor.
-        flatten: make one loop of blocks and K. Only plain products: Triton 3.6 cannot flatten around a branch, and a
-            symmetric product needs one at the diagonal.
+        flatten: make one loop of blocks and K.
         quarters: four programs for each block that is more than one per multiprocessor. Only symmetric products.
     """
 
@@ -65,8 +64,8 @@ class Tile:
         return sum(_ceil_div((row + 1) * self.rows, self.cols) for row in range(_ceil_div(m, self.rows)))
 
 
-# Measured on H100 and H200 in kernels of this form: SMALL wins in symmetric products until their operands overrun L2,
-# WIDE, which reads a quarter less, there and in plain products. QUARTERS is for what SMALL does in a round and a bit.
+# Measured on H100 and H200: SMALL wins up to sides of 1024, WIDE, which reads a quarter less from L2, beyond and in
+# plain products. QUARTERS is for what SMALL does in a round and a bit.
 SMALL = Tile(128, 128, 64, warps=4, stages=3, programs_per_sm=2, pieces=4)
 WIDE = Tile(128, 256, 64, warps=8, stages=3, programs_per_sm=1, flatten=True)
 QUARTERS = replace(SMALL, quarters=True)
@@ -91,7 +90,6 @@ def choose_tile(
     *,
     symmetric: bool,
     sms: int,
-    l2_bytes: int,
     capability: tuple[int, int],
     dtype: torch.dtype,
 ) -> Tile:
@@ -105,15 +103,17 @@ def choose_tile(
         return POINTERS
     # Two small blocks share a multiprocessor at half the speed each. A wide block is faster than the two small ones
     # that it replaces where the operands of small ones overrun L2.
-    small, wide = (batch * tile.count(m, n, symmetric) for tile in (SMALL, WIDE))
+    longest = max(m, k) if symmetric else max(m, n, k)
     if symmetric:
-        wide_block = 2.0 if m * k * dtype.itemsize <= 0.6 * l2_bytes else 1.7
+        wide_block = 1.65 if longest >= 2048 else 2.0
     else:
-        wide_block = 2.0 if max(m, n, k) <= 512 else 1.9 if max(m, n, k) <= 1024 else 1.65
-    rounds = {SMALL: 1.0 * _ceil_div(small, sms), WIDE: wide_block * _ceil_div(wide, sms)}
+        wide_block = 1.65 if longest > 1024 else 1.9 if longest > 512 else 2.0
+    small, wide = (batch * tile.count(m, n, symmetric) for tile in (SMALL, WIDE))
+    # By half rounds, for the other half of a batch fills what is left of the last one.
+    costs = {SMALL: _ceil_div(2 * small, sms) / 2, WIDE: wide_block * _ceil_div(2 * wide, sms) / 2}
     if symmetric and sms < small and 4 * (small - sms) <= sms:
-        rounds[QUARTERS] = 1.4
-    return min(rounds, key=lambda tile: rounds[tile])
+        costs[QUARTERS] = 1.4
+    return min(costs, key=lambda tile: costs[tile])
 
 
 # Sub-batches that a replayed batch is cut into, each on a stream of its own: one fills the gaps that the other leaves
@@ -128,7 +128,8 @@ class TritonOperations:
 
     Tensors are (batch, m, n) in bf16, fp16 or fp32, with any strides: a transposed operand is read where it lies. No
     operand is modified. A product whose second operand is a transposed tensor is transposed as well, so that a tall
-    matrix stays in its own storage throughout. Symmetric results equal their transpose exactly.
+    matrix stays in its own storage throughout. A symmetric result equals its transpose exactly, but for what rounding
+    makes of squares of 128 on its diagonal.
     """
 
     lends = True
@@ -260,11 +261,8 @@ def matmul(
     batch, m, k = a.shape
     n = b.shape[2]
     if tile is None:
-        sms, l2_bytes, capability = _properties(a.device)
-        tile = choose_tile(
-            batch, m, n, k,
-            symmetric=symmetric, sms=sms, l2_bytes=l2_bytes, capability=capability, dtype=a.dtype,
-        )  # fmt: skip
+        sms, capability = _properties(a.device)
+        tile = choose_tile(batch, m, n, k, symmetric=symmetric, sms=sms, capability=capability, dtype=a.dtype)
     if out is None:
         out = _empty(batch, m, n, a.dtype, a.device) if symmetric else _result(a, b)
     if not symmetric and _transposed(out):
@@ -340,7 +338,7 @@ def multiply_descriptors(
     else:
         triton_kernels.matmul_descriptors[(min(batch * tiles, tile.programs_per_sm * sms),)](
             *operands(square, tile.cols), describe(c, square, square), *stores, batch, tiles, m, n, k, *scalars,
-            ROWS=tile.rows, COLS=tile.cols, FLATTEN=tile.flatten and not symmetric, SYMMETRIC=symmetric, **constants,
+            ROWS=tile.rows, COLS=tile.cols, FLATTEN=tile.flatten, SYMMETRIC=symmetric, **constants,
         )  # fmt: skip
 
 
@@ -413,14 +411,14 @@ def _addresses(addresses: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 @lru_cache
-def _properties(device: torch.device) -> tuple[int, int, tuple[int, int]]:
-    """Multiprocessors, bytes of L2 and NVIDIA's compute capability; stand-ins for the CPU, of Triton's interpreter."""
+def _properties(device: torch.device) -> tuple[int, tuple[int, int]]:
+    """Multiprocessors and NVIDIA's compute capability; of the CPU, where Triton's interpreter runs, one and (0, 0)."""
     if device.type != "cuda":
-        return 1, 1 << 20, (0, 0)
+        return 1, (0, 0)
     properties = torch.cuda.get_device_properties(device)
     # AMD counts to 9 as well.
     capability = (0, 0) if torch.version.hip else (properties.major, properties.minor)
-    return properties.multi_processor_count, properties.L2_cache_size, capability
+    return properties.multi_processor_count, capability
 
 
 def _ceil_div(a: int, b: int) -> int:

@@ -4,9 +4,9 @@
 and stores through masked pointers and runs on every GPU. All accumulate in fp32, walk K upwards in one piece, and end
 in the same expression, so that neither the tile nor the batch changes a bit of the result.
 
-A symmetric product computes the tiles that hold something on or below the diagonal. What lies below is also stored
-transposed; what lies on it is made of its own lower triangle: A B of commuting matrices is symmetric, its rounding is
-not. The result equals its transpose exactly.
+A symmetric product computes the tiles that hold something on or below the diagonal, and stores what lies below
+transposed as well. Squares of 128 x 128 (or the tile's height) on the diagonal are stored as they come out: A B of
+commuting matrices is symmetric there but for its rounding.
 
 Shapes: A is (batch, m, k), B is (batch, k, n), C and out are (batch, m, n) with contiguous rows. Only symmetric
 products have a C and an identity.
@@ -64,17 +64,11 @@ def _blend(acc, c, alpha, beta):
 
 
 @triton.jit
-def _add_identity(acc, identity):
-    """The square ``acc`` plus ``identity`` on its diagonal."""
-    row = tl.arange(0, acc.shape[0])
-    return tl.where(row[:, None] == row[None, :], acc + identity, acc)
-
-
-@triton.jit
-def _mirror_lower(x):
-    """The square ``x`` with its upper triangle replaced by the transpose of the lower one."""
-    row = tl.arange(0, x.shape[0])
-    return tl.where(row[:, None] >= row[None, :], x, tl.trans(x))
+def _add_identity(acc, row, col, identity):
+    """The block ``acc``, which starts at (row, col), plus ``identity`` on the diagonal of the matrix."""
+    rows = row + tl.arange(0, acc.shape[0])
+    cols = col + tl.arange(0, acc.shape[1])
+    return tl.where(rows[:, None] == cols[None, :], acc + identity, acc)
 
 
 @triton.jit
@@ -133,30 +127,25 @@ def _multiply(
 
 
 @triton.jit
-def _finish_below(acc, c, out, mirror, matrix, row, col, alpha, beta, PIECES: tl.constexpr, HAS_C: tl.constexpr):
-    """Blend with C and store a block of a symmetric result that lies below the diagonal, there and mirrored."""
-    if HAS_C:
-        acc = _blend(acc, _load(c, matrix, row, col, acc.shape[0], acc.shape[1], False), alpha, beta)
-    x = acc.to(out.dtype)
-    _store(out, x, matrix, row, col, PIECES, False)
-    _store(mirror, x, matrix, col, row, PIECES, True)
-
-
-@triton.jit
 def _finish(
-    acc, c, out, mirror, matrix, row, col, alpha, beta, identity,
+    acc, c, out, mirror, matrix, row, col, stored, mirrored, alpha, beta, identity,
     PIECES: tl.constexpr, SYMMETRIC: tl.constexpr, HAS_C: tl.constexpr,
 ):  # fmt: skip
-    """Finish one square block of the accumulator, whose first element is (row, col): on the diagonal, or below."""
-    if not SYMMETRIC:
-        _store(out, acc.to(out.dtype), matrix, row, col, PIECES, False)
-    elif col == row:
-        if HAS_C:
-            acc = _blend(acc, _load(c, matrix, row, col, acc.shape[0], acc.shape[1], False), alpha, beta)
-            acc = _add_identity(acc, identity)
-        _store(out, _mirror_lower(acc.to(out.dtype)), matrix, row, col, PIECES, False)
+    """Blend with C and store one square block of the accumulator, whose first element is (row, col).
+
+    Of a symmetric product it goes to columns ``stored`` and on, and its transpose to columns ``mirrored`` and on: a
+    multiple of the block beyond the last column makes the hardware drop it. A branch would keep Triton 3.6 from
+    flattening the loop.
+    """
+    if HAS_C:
+        acc = _blend(acc, _load(c, matrix, row, col, acc.shape[0], acc.shape[1], False), alpha, beta)
+        acc = _add_identity(acc, row, col, identity)
+    x = acc.to(out.dtype)
+    if SYMMETRIC:
+        _store(out, x, matrix, row, stored, PIECES, False)
+        _store(mirror, x, matrix, col, mirrored, PIECES, True)
     else:
-        _finish_below(acc, c, out, mirror, matrix, row, col, alpha, beta, PIECES, HAS_C)
+        _store(out, x, matrix, row, col, PIECES, False)
 
 
 @triton.jit(do_not_specialize=["batch", "tiles", "m", "n", "k"])
@@ -175,6 +164,7 @@ def matmul_descriptors(
     tl.static_assert(COLS == ROWS or COLS == 2 * ROWS)
     tile_rows = tl.cdiv(m, ROWS)
     tile_cols = tl.cdiv(n, COLS)
+    end = tl.cdiv(n, ROWS) * ROWS
     start = tl.program_id(0)
     programs = tl.num_programs(0)
     # The epilogue counts its tiles itself: it must not hold back the loads of the next tile.
@@ -188,15 +178,24 @@ def matmul_descriptors(
         row, col = _position(finished % tiles, tile_rows, tile_cols, COLS // ROWS, GROUP, SYMMETRIC)
         row *= ROWS
         col *= COLS
+        mirrored = tl.where(col < row, row, end)
         if COLS == ROWS:
-            _finish(acc, c, out, mirror, matrix, row, col, alpha, beta, identity, PIECES, SYMMETRIC, HAS_C)
+            _finish(
+                acc, c, out, mirror, matrix, row, col, col, mirrored, alpha, beta, identity, PIECES, SYMMETRIC, HAS_C
+            )
         else:
             left, right = _halves(acc)
-            _finish(left, c, out, mirror, matrix, row, col, alpha, beta, identity, PIECES, SYMMETRIC, HAS_C)
+            _finish(
+                left, c, out, mirror, matrix, row, col, col, mirrored, alpha, beta, identity, PIECES, SYMMETRIC, HAS_C
+            )
             col += ROWS
             # What a wide tile holds above the diagonal belongs to another tile.
-            if not SYMMETRIC or col <= row:
-                _finish(right, c, out, mirror, matrix, row, col, alpha, beta, identity, PIECES, SYMMETRIC, HAS_C)
+            stored = tl.where(col <= row, col, end)
+            mirrored = tl.where(col < row, row, end)
+            _finish(
+                right, c, out, mirror, matrix, row, col, stored, mirrored, alpha, beta, identity,
+                PIECES, SYMMETRIC, HAS_C,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["whole", "tiles", "m", "k"])
@@ -219,15 +218,20 @@ def matmul_quarters(
     matrix = index // tiles
     row *= SIDE
     col *= SIDE
+    below = col < row
+    end = side * SIDE
     if program < whole:
         acc = _multiply(a, b, matrix, row, col, k, SIDE, SIDE, DEPTH, A_TRANSPOSED, B_TRANSPOSED)
-        _finish(acc, c, out, mirror, matrix, row, col, alpha, beta, identity, PIECES, True, HAS_C)
+        mirrored = tl.where(below, row, end)
+        _finish(acc, c, out, mirror, matrix, row, col, col, mirrored, alpha, beta, identity, PIECES, True, HAS_C)
     else:
         row += beyond % 4 // 2 * HALF
         col += beyond % 2 * HALF
-        if col <= row:
-            quarter = _multiply(a_half, b_half, matrix, row, col, k, HALF, HALF, DEPTH, A_TRANSPOSED, B_TRANSPOSED)
-            _finish(quarter, c_half, out_half, out_half, matrix, row, col, alpha, beta, identity, 1, True, HAS_C)
+        part = _multiply(a_half, b_half, matrix, row, col, k, HALF, HALF, DEPTH, A_TRANSPOSED, B_TRANSPOSED)
+        mirrored = tl.where(below, row, end)
+        _finish(
+            part, c_half, out_half, out_half, matrix, row, col, col, mirrored, alpha, beta, identity, 1, True, HAS_C
+        )
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -267,15 +271,12 @@ def matmul_pointers(
     if HAS_C:
         c += matrix * c_batch + first_row * c_row + first_col
         acc = _blend(acc, tl.load(c + rows[:, None] * c_row + cols[None, :], mask=inside, other=0.0), alpha, beta)
-        if row == col:
-            acc = _add_identity(acc, identity)
+        acc = _add_identity(acc, first_row, first_col, identity)
     x = acc.to(out.dtype.element_ty)
     out += matrix * out_batch
     if SYMMETRIC:
         tl.static_assert(COLS == ROWS)
-        if row == col:
-            x = _mirror_lower(x)
-        else:
+        if row != col:
             mirrored = out + first_col * out_row + first_row
             offsets = cols[:, None] * out_row + rows[None, :]
             tl.store(mirrored + offsets, tl.trans(x), mask=in_cols[:, None] & in_rows[None, :])

@@ -93,3 +93,11 @@ def test_the_floor_is_measured_at_the_rate_of_the_matmul_before(monkeypatch: pyt
     assert ours.ms == 10.0
     assert ours.over_floor == pytest.approx(10.0 / 2.0 * 2 * 32**3 / (2 * floor_flops(8, 24)))
     assert row.matmul_tflops == pytest.approx(2 * 32**3 / 2e-3 / 1e12)
+
+
+def test_only_the_candidates_that_are_named_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        cli.main(["bench", "newton-schulz", "--shapes", "2x8x24", "--rounds", "1", "--candidates", "ds_", "copy"]) == 0
+    )
+    out = capsys.readouterr().out
+    assert "ds_muon torch" in out and "a copy" in out and "one by one" not in out and "failing" not in out

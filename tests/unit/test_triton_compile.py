@@ -102,7 +102,7 @@ def compile_case(case: Case) -> Usage:
             constants |= {"SIDE": tile.rows}
         else:
             constants |= {"ROWS": tile.rows, "COLS": tile.cols, "SYMMETRIC": case.symmetric}
-            constants |= {"FLATTEN": tile.flatten and not case.symmetric}
+            constants |= {"FLATTEN": tile.flatten}
         signature |= {name: f"tensordesc<{case.dtype}[1, {rows}, {cols}]>" for name, (rows, cols) in blocks.items()}
     else:
         kernel = triton_kernels.matmul_pointers
