@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 # Upper bound of the temporaries of one batch, in bytes. A larger batch is worked off in chunks of about equal size.
-WORKSPACE_BYTES = 1 << 30
+WORKSPACE_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)

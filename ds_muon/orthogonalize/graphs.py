@@ -18,7 +18,7 @@ _FEW = 3_000_000_000_000
 # Kinds of batches that get one.
 _MOST_GRAPHS = 64
 
-Work = Callable[[Tensor, Tensor, bool], object]
+Work = Callable[[Tensor, Tensor], object]
 
 
 class GraphCache:
@@ -35,13 +35,13 @@ class GraphCache:
         self._stream: torch.cuda.Stream | None = None
 
     def run(self, key: Hashable, source: Tensor, nbytes: int, work: Work, flops: int) -> Tensor:
-        """``work(source, result, replayed)``, through a graph if that pays; returns ``result``.
+        """``work(source, result)``, through a graph if that pays; returns ``result``.
 
         Args:
             key: all that ``work`` depends on but the values of ``source``.
             source: small; not modified.
             nbytes: of the result.
-            work: writes to ``result``, (nbytes,) uint8. ``replayed``: its launches are captured now, or will be.
+            work: writes to ``result``, (nbytes,) uint8.
             flops: of the batch.
 
         Returns:
@@ -53,7 +53,7 @@ class GraphCache:
             result = torch.empty(nbytes, dtype=torch.uint8, device=source.device)
             if replayed:
                 self._graphs[key] = None  # what comes once, as in a test, is worth no graph; and this compiles kernels
-            work(source, result, replayed)
+            work(source, result)
             return result
         stream = torch.cuda.current_stream(source.device)
         if self._stream is not None and self._stream != stream:
@@ -84,7 +84,7 @@ class _Graph:
         with torch.cuda.stream(stream):
             # Other threads, such as NCCL's watchdog, may go on talking to the device.
             self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            work(self._source, self._result, True)
+            work(self._source, self._result)
             self._graph.capture_end()
         torch.cuda.current_stream(source.device).wait_stream(stream)
 

@@ -116,11 +116,9 @@ def choose_tile(
     return min(costs, key=lambda tile: costs[tile])
 
 
-# Sub-batches that a replayed batch is cut into, each on a stream of its own: one fills the gaps that the other leaves
+# Sub-batches that a batch is cut into, each on a stream of its own: one fills the gaps that the other leaves
 # at the end of a launch, and reads its input while that multiplies. Three or more were slower on H100, for any shape.
 _PARTS_IN_PARALLEL = 2
-# Operations of a batch that keep the GPU busy for longer than the host launches two parts: about 8 ms of an H100.
-_MUCH = 6_000_000_000_000
 
 
 class TritonOperations:
@@ -158,10 +156,8 @@ class TritonOperations:
         def shaped(result: Tensor) -> Tensor:
             return result.view(dtype).view(batch, rows, pitch)[..., :cols]
 
-        def work(addresses: Tensor, result: Tensor, replayed: bool) -> None:
-            # Without a graph, twice the launches must not take the host longer than the GPU needs for the work.
-            parts = min(_PARTS_IN_PARALLEL, batch) if replayed or flops > _MUCH else 1
-            _orthogonalize(addresses, shaped(result), parts, aligned, eps, iterate)
+        def work(addresses: Tensor, result: Tensor) -> None:
+            _orthogonalize(addresses, shaped(result), aligned, eps, iterate)
 
         key = (key, device, batch, shape, aligned, dtype, eps)
         nbytes = batch * rows * pitch * dtype.itemsize
@@ -182,13 +178,14 @@ class TritonOperations:
         return matmul(a, b, out=out)
 
 
-def _orthogonalize(addresses: Tensor, out: Tensor, parts: int, aligned: bool, eps: float, iterate: Iterate) -> None:
-    """Normalize the matrices at ``addresses``, in ``parts``, and iterate on them; see ``newton_schulz.Operations.run``.
+def _orthogonalize(addresses: Tensor, out: Tensor, aligned: bool, eps: float, iterate: Iterate) -> None:
+    """Normalize the matrices at ``addresses`` and iterate on them; see ``newton_schulz.Operations.run``.
 
     Args:
         out: (batch, rows, cols) to be overwritten.
     """
-    _, rows, cols = out.shape
+    batch, rows, cols = out.shape
+    parts = min(_PARTS_IN_PARALLEL, batch)
 
     def load(addresses: Tensor) -> Tensor:
         return normalize(addresses, rows, cols, out.dtype, eps, aligned=aligned)

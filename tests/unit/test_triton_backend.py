@@ -521,7 +521,7 @@ def test_a_replayed_graph_gives_the_same_bits_as_its_kernels(
 
     def launch(key: object, source: Tensor, nbytes: int, work: Callable[..., object], flops: int) -> Tensor:
         result = torch.empty(nbytes, dtype=torch.uint8, device=source.device)
-        work(source, result, False)
+        work(source, result)
         return result
 
     monkeypatch.setattr(launching._graphs, "run", launch)
@@ -548,7 +548,7 @@ def test_graphs_share_their_memory() -> None:
         for side in sides:
             source = torch.full((1,), side, dtype=torch.float32, device=DEVICE)
 
-            def work(source: Tensor, result: Tensor, replayed: bool, side: int = side) -> None:
+            def work(source: Tensor, result: Tensor, side: int = side) -> None:
                 temporary = source * torch.ones(side, side, device=DEVICE)
                 torch.add(temporary, temporary.mT, out=result.view(torch.float32).view(side, side))
 
