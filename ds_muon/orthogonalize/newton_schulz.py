@@ -74,6 +74,9 @@ class Operations(Protocol):
     def product(self, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
         """``a @ b``, in ``out`` if that is given."""
 
+    def step(self, r: Tensor, triple: Triple, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """``(a I + b R + c R^2) X``: what ``product(polynomial(r, triple), x, out)`` is, or something more accurate."""
+
 
 def standard(x: Tensor, triples: Sequence[Triple], ops: Operations, out: Tensor | None = None) -> Tensor:
     """``X <- (a I + b R + c R^2) X`` with ``R = X X^T``, once per triple."""
@@ -92,7 +95,11 @@ def _iterate(x: Tensor, blocks: Sequence[Sequence[Triple]], ops: Operations, out
     hence symmetric, and commute. A block of one step is the standard form.
     """
     for number, block in enumerate(blocks):
+        last = out if number == len(blocks) - 1 else None
         r = ops.symmetric(x, x.mT)
+        if len(block) == 1:
+            x = ops.step(r, block[0], x, last)
+            continue
         q = None
         for index, triple in enumerate(block):
             w = ops.polynomial(r, triple)
@@ -100,7 +107,7 @@ def _iterate(x: Tensor, blocks: Sequence[Sequence[Triple]], ops: Operations, out
             if index < len(block) - 1:
                 r = ops.symmetric(w, ops.symmetric(w, r))
         assert q is not None
-        x = ops.product(q, x, out if number == len(blocks) - 1 else None)
+        x = ops.product(q, x, last)
     return x
 
 

@@ -48,6 +48,14 @@ class TorchOperations:
     def product(self, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
         return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
 
+    def step(self, r: Tensor, triple: Triple, x: Tensor, out: Tensor | None = None) -> Tensor:
+        if x.dtype != torch.float32:
+            return self.product(self.polynomial(r, triple), x, out)
+        # a I is not rounded into the polynomial: half the error, and every step is one of these in fp32.
+        a, b, c = triple
+        z = torch.baddbmm(r, r, r, alpha=c, beta=b) if c else r * b
+        return torch.baddbmm(x, z, x, beta=a) if out is None else torch.baddbmm(x, z, x, beta=a, out=out)
+
 
 def normalize(matrices: Sequence[Tensor], dtype: torch.dtype, eps: float) -> Tensor:
     """Each (rows, cols) fp32 matrix over its largest magnitude, then over its Frobenius norm, as one batch."""

@@ -177,6 +177,13 @@ class TritonOperations:
     def product(self, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
         return matmul(a, b, out=out)
 
+    def step(self, r: Tensor, triple: Triple, x: Tensor, out: Tensor | None = None) -> Tensor:
+        if x.dtype != torch.float32:
+            return self.product(self.polynomial(r, triple), x, out)
+        # a I is not rounded into the polynomial: half the error, and every step is one of these in fp32.
+        a, b, c = triple
+        return self.product(self.polynomial(r, (0.0, b, c)), x, out).add_(x, alpha=a)
+
 
 def _orthogonalize(addresses: Tensor, out: Tensor, aligned: bool, eps: float, iterate: Iterate) -> None:
     """Normalize the matrices at ``addresses`` and iterate on them; see ``newton_schulz.Operations.run``.

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from ds_muon.orthogonalize import BACKENDS
+from ds_muon.orthogonalize import BACKENDS, Triple
 from ds_muon.orthogonalize.torch_backend import TorchOperations
 
 
@@ -21,7 +21,12 @@ class Faulty(TorchOperations):
     sick: tuple[int, int] | None = None
 
     def product(self, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-        x = super().product(a, b, out)
+        return self._poisoned(super().product(a, b, out))
+
+    def step(self, r: Tensor, triple: Triple, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return self._poisoned(super().step(r, triple, x, out))
+
+    def _poisoned(self, x: Tensor) -> Tensor:
         if tuple(x.shape[-2:]) == self.sick:
             x[..., 0, 0] = torch.nan
         return x

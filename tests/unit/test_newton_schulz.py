@@ -517,6 +517,12 @@ class Counting(TorchOperations):
         self.total += 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]
         return super().product(a, b, out)
 
+    def step(self, r: Tensor, triple: Triple, x: Tensor, out: Tensor | None = None) -> Tensor:
+        if x.dtype != torch.float32:
+            return super().step(r, triple, x, out)
+        self.total += r.shape[-1] ** 3 + 2 * r.shape[-1] ** 2 * x.shape[-1]
+        return super().step(r, triple, x, out)
+
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("method", METHODS)

@@ -41,9 +41,9 @@ class BadFromTheThird(Faulty):
     def __init__(self) -> None:
         self._iterations = 0
 
-    def polynomial(self, r: Tensor, triple: Triple) -> Tensor:
+    def step(self, r: Tensor, triple: Triple, x: Tensor, out: Tensor | None = None) -> Tensor:
         self._iterations += 1
-        return super().polynomial(r, triple) * (torch.nan if self._iterations == 3 else 1)
+        return super().step(r, triple, x, out) * (torch.nan if self._iterations == 3 else 1)
 
 
 # ---- attempts -------------------------------------------------------------------------------------------------------
