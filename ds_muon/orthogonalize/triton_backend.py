@@ -9,13 +9,13 @@ the same expression (``triton_kernels``). ``choose_tile`` may therefore look at 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
+from ds_muon.launching import addresses_of, ceil_div, on
 from ds_muon.orthogonalize import triton_kernels
 from ds_muon.orthogonalize.coefficients import Triple
 from ds_muon.orthogonalize.graphs import GraphCache, overlapped
@@ -60,8 +60,8 @@ class Tile:
     def count(self, m: int, n: int, symmetric: bool) -> int:
         """Blocks of one (m, n) result; of a symmetric one, those with something on or below the diagonal."""
         if not symmetric:
-            return _ceil_div(m, self.rows) * _ceil_div(n, self.cols)
-        return sum(_ceil_div((row + 1) * self.rows, self.cols) for row in range(_ceil_div(m, self.rows)))
+            return ceil_div(m, self.rows) * ceil_div(n, self.cols)
+        return sum(ceil_div((row + 1) * self.rows, self.cols) for row in range(ceil_div(m, self.rows)))
 
 
 # Measured on H100 and H200: SMALL wins up to sides of 1024, WIDE, which reads a quarter less from L2, beyond and in
@@ -110,7 +110,7 @@ def choose_tile(
         wide_block = 1.65 if longest > 1024 else 1.9 if longest > 512 else 2.0
     small, wide = (batch * tile.count(m, n, symmetric) for tile in (SMALL, WIDE))
     # By half rounds, for the other half of a batch fills what is left of the last one.
-    costs = {SMALL: _ceil_div(2 * small, sms) / 2, WIDE: wide_block * _ceil_div(2 * wide, sms) / 2}
+    costs = {SMALL: ceil_div(2 * small, sms) / 2, WIDE: wide_block * ceil_div(2 * wide, sms) / 2}
     if symmetric and sms < small and 4 * (small - sms) <= sms:
         costs[QUARTERS] = 1.4
     return min(costs, key=lambda tile: costs[tile])
@@ -149,8 +149,7 @@ class TritonOperations:
         matrices = [matrix.contiguous() for matrix in matrices]
         device, shape = matrices[0].device, tuple(matrices[0].shape)
         batch, rows, cols = len(matrices), *shape
-        aligned = all(matrix.data_ptr() % 16 == 0 for matrix in matrices)
-        addresses = _addresses(tuple(matrix.data_ptr() for matrix in matrices), device)
+        addresses, aligned = addresses_of(matrices)
         pitch = _pitch(cols, dtype)
 
         def shaped(result: Tensor) -> Tensor:
@@ -223,15 +222,15 @@ def normalize(
     batch, device, numel = len(addresses), addresses.device, rows * cols
     out = _empty(batch, rows, cols, dtype, device)
     # How a matrix is cut, and so the order of summation, depends on its size alone.
-    parts = min(_PARTS, 1 << (_ceil_div(numel, _BLOCK) - 1).bit_length())
-    part_size = _ceil_div(numel, parts * _BLOCK) * _BLOCK
+    parts = min(_PARTS, 1 << (ceil_div(numel, _BLOCK) - 1).bit_length())
+    part_size = ceil_div(numel, parts * _BLOCK) * _BLOCK
     largest = torch.empty(batch, parts, dtype=torch.float32, device=device)
     squares = torch.empty(batch, parts, dtype=torch.float64, device=device)
     divisors = torch.empty(batch, 2, dtype=torch.float32, device=device)
     constants = {"PARTS": parts, "BLOCK": _BLOCK, "ALIGNED": aligned, "num_warps": 8}
     pitch = out.stride(1)
     eps = max(eps, torch.finfo(torch.float32).tiny)
-    with _current(device):
+    with on(device):
         triton_kernels.measure[(batch * parts,)](addresses, largest, squares, numel, part_size, **constants)
         triton_kernels.combine[(batch,)](largest, squares, divisors, eps, PARTS=parts)
         triton_kernels.scale[(batch * parts,)](
@@ -274,7 +273,7 @@ def matmul(
         matmul(b.mT, a.mT, out=out.mT, tile=tile)
     elif out.numel() > 0:
         multiply = multiply_descriptors if tile.descriptors else multiply_pointers
-        with _current(a.device):
+        with on(a.device):
             multiply(a, b, c, out, (alpha, beta, identity), symmetric, tile)
     return out
 
@@ -374,12 +373,7 @@ def _empty(batch: int, rows: int, cols: int, dtype: torch.dtype, device: torch.d
 
 
 def _pitch(cols: int, dtype: torch.dtype) -> int:
-    return _ceil_div(cols * dtype.itemsize, 16) * 16 // dtype.itemsize
-
-
-def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    return ceil_div(cols * dtype.itemsize, 16) * 16 // dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -406,14 +400,6 @@ def _describe(
     return TensorDescriptor(_Address(address, dtype), list(shape), list(strides), [1, rows, cols])
 
 
-@lru_cache(maxsize=256)
-def _addresses(addresses: tuple[int, ...], device: torch.device) -> Tensor:
-    """On the device, int64. Torch's allocator hands out the same ones in every step."""
-    pointers = torch.tensor(addresses, dtype=torch.int64)
-    # From pinned memory the copy does not wait for the device.
-    return pointers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else pointers
-
-
 @lru_cache
 def _properties(device: torch.device) -> tuple[int, tuple[int, int]]:
     """Multiprocessors and NVIDIA's compute capability; of the CPU, where Triton's interpreter runs, one and (0, 0)."""
@@ -423,7 +409,3 @@ def _properties(device: torch.device) -> tuple[int, tuple[int, int]]:
     # AMD counts to 9 as well.
     capability = (0, 0) if torch.version.hip else (properties.major, properties.minor)
     return properties.multi_processor_count, capability
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)

@@ -6,12 +6,11 @@ Import this module only where Triton is installed. Whatever raises here has writ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from ds_muon.launching import addresses_of, ceil_div, on
 from ds_muon.passes import triton_kernels
 
 # Elements of a flat tensor that one program works on: eight for each of its threads.
@@ -32,8 +31,8 @@ def advance_momentum_(
     """See ``torch_passes.advance_momentum_``."""
     numel = _elements(gradient, momentum_buffer)
     if numel:
-        with _current(gradient.device):
-            triton_kernels.advance_momentum[(_ceil_div(numel, BLOCK),)](
+        with on(gradient.device):
+            triton_kernels.advance_momentum[(ceil_div(numel, BLOCK),)](
                 gradient, momentum_buffer, where, numel, float(momentum), float(1 - momentum),
                 NEAR_GRADIENT=momentum < 0.5, NESTEROV=bool(nesterov), BLOCK=BLOCK, **EXACT,
             )  # fmt: skip
@@ -51,14 +50,14 @@ def store_updates(
     if len(targets) != batch or (factors is not None and factors.shape != (batch, rows, 1)):
         raise ValueError(f"{batch} outputs need as many targets, and a factor for each of their rows")
     if outputs.numel():
-        addresses = tuple(target.data_ptr() for target in targets)
-        tile_cols = _ceil_div(cols, SIDE)
-        tiles = _ceil_div(rows, SIDE) * tile_cols
-        with _current(outputs.device):
+        addresses, aligned = addresses_of(targets)
+        tile_cols = ceil_div(cols, SIDE)
+        tiles = ceil_div(rows, SIDE) * tile_cols
+        with on(outputs.device):
             triton_kernels.store_updates[(batch * tiles,)](
-                outputs, _on_device(addresses, outputs.device), None if factors is None else factors.contiguous(),
+                outputs, addresses, None if factors is None else factors.contiguous(),
                 tiles, tile_cols, rows, cols, float(scale), *outputs.stride(),
-                ALIGNED=all(address % 16 == 0 for address in addresses), SIDE=SIDE, **EXACT,
+                ALIGNED=aligned, SIDE=SIDE, **EXACT,
             )  # fmt: skip
 
 
@@ -66,8 +65,8 @@ def apply_update_(weight: Tensor, update: Tensor, *, lr: float, weight_decay: fl
     """See ``torch_passes.apply_update_``."""
     numel = _elements(weight, update)
     if numel:
-        with _current(weight.device):
-            triton_kernels.apply_update[(_ceil_div(numel, BLOCK),)](
+        with on(weight.device):
+            triton_kernels.apply_update[(ceil_div(numel, BLOCK),)](
                 weight, update, numel, float(lr), float(1 - lr * weight_decay),
                 DECAYS=bool(weight_decay != 0), BLOCK=BLOCK, **EXACT,
             )  # fmt: skip
@@ -76,9 +75,9 @@ def apply_update_(weight: Tensor, update: Tensor, *, lr: float, weight_decay: fl
 def sum_of_squares(x: Tensor) -> Tensor:
     """See ``torch_passes.sum_of_squares``. Sums of exact squares; torch's go through roots and have other last bits."""
     numel = _elements(x)
-    sums = torch.empty(_ceil_div(numel, SPAN), dtype=torch.float64, device=x.device)
+    sums = torch.empty(ceil_div(numel, SPAN), dtype=torch.float64, device=x.device)
     if numel:
-        with _current(x.device):
+        with on(x.device):
             triton_kernels.sums_of_squares[(sums.numel(),)](x, sums, numel, SPAN=SPAN, BLOCK=SUMMED, num_warps=4)
     return sums.sum()
 
@@ -95,20 +94,3 @@ def _elements(first: Tensor, *others: Tensor) -> int:
     if first.dtype != torch.float32:
         raise ValueError(f"the kernels need fp32, not {first.dtype}")
     return first.numel()
-
-
-@lru_cache(maxsize=256)
-def _on_device(addresses: tuple[int, ...], device: torch.device) -> Tensor:
-    """int64. Torch's allocator hands out the same addresses in every step."""
-    pointers = torch.tensor(addresses, dtype=torch.int64)
-    # From pinned memory the copy does not wait for the device.
-    return pointers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else pointers
-
-
-def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
