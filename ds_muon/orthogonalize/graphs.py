@@ -30,6 +30,7 @@ class GraphCache:
 
     def __init__(self) -> None:
         self._graphs: dict[Hashable, _Graph | None] = {}
+        self._uncapturable: set[Hashable] = set()
         self._results: dict[torch.device, Tensor] = {}
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
@@ -49,6 +50,7 @@ class GraphCache:
         """
         replayed = source.is_cuda and flops <= _FEW and not torch.cuda.is_current_stream_capturing()
         replayed = replayed and (key in self._graphs or len(self._graphs) < _MOST_GRAPHS)
+        replayed = replayed and key not in self._uncapturable
         if not replayed or key not in self._graphs:
             result = torch.empty(nbytes, dtype=torch.uint8, device=source.device)
             if replayed:
@@ -63,7 +65,12 @@ class GraphCache:
         if graph is None:
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
-            graph = self._graphs[key] = _Graph(source, self._memory(source.device, nbytes), work, self._pool)
+            try:
+                graph = _Graph(source, self._memory(source.device, nbytes), work, self._pool)
+            except RuntimeError:  # such as no memory for it: what is wrong with the work itself shows without a graph
+                self._uncapturable.add(key)
+                return self.run(key, source, nbytes, work, flops)
+            self._graphs[key] = graph
         return graph.replay(source)
 
     def _memory(self, device: torch.device, nbytes: int) -> Tensor:
@@ -84,8 +91,10 @@ class _Graph:
         with torch.cuda.stream(stream):
             # Other threads, such as NCCL's watchdog, may go on talking to the device.
             self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            work(self._source, self._result)
-            self._graph.capture_end()
+            try:
+                work(self._source, self._result)
+            finally:
+                self._graph.capture_end()
         torch.cuda.current_stream(source.device).wait_stream(stream)
 
     def replay(self, source: Tensor) -> Tensor:

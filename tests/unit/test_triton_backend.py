@@ -557,3 +557,19 @@ def test_graphs_share_their_memory() -> None:
             del out
     assert all(graph is not None for graph in graphs._graphs.values())
     assert torch.cuda.memory_allocated() - allocated <= 2 * 4 * max(sides) ** 2 + (1 << 20)
+
+
+@needs_gpu
+def test_what_cannot_be_captured_is_launched() -> None:
+    graphs, calls = GraphCache(), []
+
+    def work(source: Tensor, result: Tensor) -> None:
+        calls.append(torch.cuda.is_current_stream_capturing())
+        if calls[-1]:
+            raise torch.OutOfMemoryError("no memory for a graph")
+        result.copy_(source)
+
+    source = torch.arange(5, dtype=torch.uint8, device=DEVICE)
+    for _ in range(4):
+        assert torch.equal(graphs.run("key", source, 5, work, flops=1), source)
+    assert calls == [False, True, False, False, False]
