@@ -24,8 +24,8 @@ Work = Callable[[Tensor, Tensor], object]
 class GraphCache:
     """Graphs by kind of batch.
 
-    All of them share the memory of their temporaries and of their results, which stays allocated for the largest batch:
-    results take no more than twice what the largest one takes.
+    All of them share the memory of their temporaries, which stays allocated for the largest batch, and that of their
+    results, at most four times the largest one: powers of two, of which each is kept for the graphs that began with it.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class GraphCache:
     def _memory(self, device: torch.device, nbytes: int) -> Tensor:
         kept = self._results.get(device)
         if kept is None or kept.numel() < nbytes:
-            # Graphs that were captured before go on using theirs. Powers of two keep the sum of all in bounds.
+            # Graphs that were captured before go on using theirs.
             size = 1 << max(nbytes - 1, 1).bit_length()
             kept = self._results[device] = torch.empty(size, dtype=torch.uint8, device=device)
         return kept[:nbytes]
