@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,30 @@ from ds_muon.partition import GroupPlan, Matrix, Slice
 
 # For each rank, the slices that go to it or come from it, in packing order.
 _Routes = tuple[tuple[tuple[Matrix, Slice], ...], ...]
+
+
+@dataclass
+class Transfer:
+    """A collective under way. What it sends and receives stays alive until it has been waited for.
+
+    Attributes:
+        tensors: complete after ``wait``, which is what fills those of ``StraddlerExchange.gather``.
+    """
+
+    tensors: list[Tensor] = field(default_factory=list)
+    _work: Any = None
+    _sent: Tensor | None = None
+    _received: Tensor | None = None
+    _targets: list[Tensor] = field(default_factory=list)
+
+    def wait(self) -> list[Tensor]:
+        """Let what is queued from now on see the data, on GPUs without stopping the host. Returns ``tensors``."""
+        if self._work is not None:
+            self._work.wait()
+            assert self._received is not None
+            _unpack(self._received, self._targets)
+            self._work = self._sent = self._received = None
+        return self.tensors
 
 
 class StraddlerExchange:
@@ -35,51 +61,57 @@ class StraddlerExchange:
         self._incoming = plan.incoming(rank)
         self._kept = tuple((m, piece) for m in self.owned for piece in m.slices if piece.rank == rank)
 
-    def gather(self, partition: Tensor) -> list[Tensor]:
-        """Reassemble the straddling matrices this rank owns.
+    def gather(self, partition: Tensor) -> Transfer:
+        """Start to reassemble the straddling matrices this rank owns.
 
         Args:
-            partition: (partition_size,) this rank's piece of the flat buffer; not modified.
+            partition: (partition_size,) this rank's piece of the flat buffer; not modified, and free to be overwritten
+                when this returns.
 
         Returns:
-            One (rows, cols) tensor of the partition's dtype per matrix of ``owned``.
+            A transfer of one (rows, cols) tensor of the partition's dtype per matrix of ``owned``.
         """
         if not self._active:
-            return []
+            return Transfer()
         full = {matrix.name: partition.new_empty(matrix.rows * matrix.cols) for matrix in self.owned}
         for matrix, piece in self._kept:
             _of_matrix(full[matrix.name], piece).copy_(_of_partition(partition, piece))
         packed = _pack([_of_partition(partition, piece) for _, piece in _flat(self._outgoing)], like=partition)
-        received = self._all_to_all(packed, self._outgoing, self._incoming)
-        _unpack(received, [_of_matrix(full[matrix.name], piece) for matrix, piece in _flat(self._incoming)])
-        return [full[matrix.name].view(matrix.rows, matrix.cols) for matrix in self.owned]
+        targets = [_of_matrix(full[matrix.name], piece) for matrix, piece in _flat(self._incoming)]
+        tensors = [full[matrix.name].view(matrix.rows, matrix.cols) for matrix in self.owned]
+        return self._all_to_all(packed, self._outgoing, self._incoming, targets, tensors)
 
-    def scatter(self, outputs: Sequence[Tensor], partition: Tensor, dtype: torch.dtype) -> None:
-        """Give every holder its slice of each result.
+    def scatter(self, outputs: Sequence[Tensor], partition: Tensor, dtype: torch.dtype) -> Transfer:
+        """Start to give every holder its slice of each result.
 
         Args:
             outputs: one (rows, cols) tensor of ``dtype`` per matrix of ``owned``.
-            partition: (partition_size,) overwritten where this rank holds slices of straddling matrices.
+            partition: (partition_size,) overwritten where this rank holds slices of straddling matrices, in full only
+                after the transfer has been waited for.
             dtype: of the outputs, and on the wire; the same on every rank.
         """
         if not self._active:
-            return
+            return Transfer()
         full = {matrix.name: output.reshape(-1) for matrix, output in zip(self.owned, outputs, strict=True)}
         for matrix, piece in self._kept:
             _of_partition(partition, piece).copy_(_of_matrix(full[matrix.name], piece))
         leaving = [_of_matrix(full[matrix.name], piece) for matrix, piece in _flat(self._incoming)]
         packed = _pack(leaving, like=partition.new_empty(0, dtype=dtype))
-        received = self._all_to_all(packed, self._incoming, self._outgoing)
-        _unpack(received, [_of_partition(partition, piece) for _, piece in _flat(self._outgoing)])
+        targets = [_of_partition(partition, piece) for _, piece in _flat(self._outgoing)]
+        return self._all_to_all(packed, self._incoming, self._outgoing, targets, [])
 
-    def _all_to_all(self, packed: Tensor, sent: _Routes, received: _Routes) -> Tensor:
+    def _all_to_all(
+        self, packed: Tensor, sent: _Routes, received: _Routes, targets: list[Tensor], tensors: list[Tensor]
+    ) -> Transfer:
         # As bytes, so that every backend carries every dtype.
         item = packed.element_size()
         sizes_in = [item * sum(piece.numel for _, piece in route) for route in sent]
         sizes_out = [item * sum(piece.numel for _, piece in route) for route in received]
         output = torch.empty(sum(sizes_out), dtype=torch.uint8, device=packed.device)
-        dist.all_to_all_single(output, packed.view(torch.uint8), sizes_out, sizes_in, group=self._process_group)
-        return output.view(packed.dtype)
+        work = dist.all_to_all_single(
+            output, packed.view(torch.uint8), sizes_out, sizes_in, group=self._process_group, async_op=True
+        )
+        return Transfer(tensors, work, packed, output.view(packed.dtype), targets)
 
 
 def _of_matrix(flat_matrix: Tensor, piece: Slice) -> Tensor:

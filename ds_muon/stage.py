@@ -60,38 +60,55 @@ class MuonGroup:
             settings: of the iteration.
 
         With NorMuon the rows of O are normalized, and their new variances staged, for ``commit``.
+
+        Slices of straddling matrices travel while batches of whole ones run, and their updates return while others do.
         """
         pieces = self._pieces(partition)
         whole = [(matrix, piece.view(matrix.rows, matrix.cols)) for matrix, piece in pieces if not matrix.straddles]
-        inputs = whole + list(zip(self.exchange.owned, self.exchange.gather(partition), strict=True))
+        gathering = self.exchange.gather(partition)
+        inputs = whole + list(zip(self.exchange.owned, gathering.tensors, strict=True))
         straddling: dict[int, Tensor] = {}
         if self.row_variance is not None and variance is not None:
             self.row_variance.begin(variance)
+        waiting: list[Sequence[int]] = []
+        ready: list[Sequence[int]] = []
         for indices in batches([u for _, u in inputs], settings):
-            batch = [inputs[i] for i in indices]
-            outputs = self._orthogonalize(batch, settings)
-            factors = self._factors(batch, outputs, variance)
+            (waiting if indices[-1] >= len(whole) else ready).append(indices)
+        before = ready[: (len(ready) + 1) // 2]
+        for indices in before:
+            self._update([inputs[i] for i in indices], len(indices), variance, settings)
+        gathering.wait()
+        for indices in waiting:
             # Indices ascend: the whole ones come first.
             count = sum(index < len(whole) for index in indices)
-            targets = [u for _, u in batch]
-            here, away = (None, None) if factors is None else (factors[:count], factors[count:])
-            store_updates(outputs[:count], targets[:count], scale=self._scale(batch[0][0]), factors=here)
-            if away is not None:
-                store_updates(outputs[count:], targets[count:], factors=away)
-                straddling.update(zip(indices[count:], targets[count:], strict=True))
-            else:
-                # Not views of the outputs, which would keep the whole batch alive.
-                copies = outputs[count:].clone(memory_format=torch.contiguous_format)
-                straddling.update(zip(indices[count:], copies.unbind(), strict=True))
-            del outputs
+            outputs = self._update([inputs[i] for i in indices], count, variance, settings)
+            straddling.update(zip(indices[count:], outputs, strict=True))
         dtype = settings.dtype if variance is None else torch.float32
-        self.exchange.scatter([output for _, output in sorted(straddling.items())], partition, dtype)
+        returning = self.exchange.scatter([output for _, output in sorted(straddling.items())], partition, dtype)
+        for indices in ready[len(before) :]:
+            self._update([inputs[i] for i in indices], len(indices), variance, settings)
+        returning.wait()
         if self.row_variance is not None:
             self.row_variance.agree()
         # Scaled by their holders: what travels is what Newton-Schulz returned, in its own dtype.
         to_scale = [(piece, self._scale(matrix)) for matrix, piece in pieces if matrix.straddles]
         if to_scale:
             torch._foreach_mul_([piece for piece, _ in to_scale], [scale for _, scale in to_scale])
+
+    def _update(
+        self, batch: Sequence[tuple[Matrix, Tensor]], count: int, variance: Tensor | None, settings: NewtonSchulz
+    ) -> Sequence[Tensor]:
+        """Overwrite the first ``count`` U of a batch with ``s O``; returns the O of the others, not scaled."""
+        outputs = self._orthogonalize(batch, settings)
+        factors = self._factors(batch, outputs, variance)
+        targets = [u for _, u in batch]
+        here, away = (None, None) if factors is None else (factors[:count], factors[count:])
+        store_updates(outputs[:count], targets[:count], scale=self._scale(batch[0][0]), factors=here)
+        if away is not None:
+            store_updates(outputs[count:], targets[count:], factors=away)
+            return targets[count:]
+        # Not views of the outputs, which would keep the whole batch alive.
+        return outputs[count:].clone(memory_format=torch.contiguous_format).unbind()
 
     def commit(self, variance: Tensor | None) -> None:
         """Overwrite NorMuon's state with the variances staged last."""

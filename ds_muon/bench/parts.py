@@ -16,6 +16,8 @@ from unittest import mock
 
 from torch import Tensor
 
+from ds_muon.exchange import Transfer
+
 PARTS = {
     "forward": "forward",
     "backward": "backward, with the reduction of the gradients",
@@ -102,6 +104,7 @@ def instrumented(engine: Any, recorder: Recorder) -> Iterator[None]:
             time_as("exchange", group.exchange, "gather")
             time_as("exchange", group.exchange, "scatter")
             count_bytes(group.exchange)
+        time_as("exchange", Transfer, "wait")
         time_as("decide", zero.guard, "wait_for_findings")
         time_as("apply", zero, "_clip_adamw_")
         time_as("apply", zero, "_commit")

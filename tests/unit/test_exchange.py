@@ -83,12 +83,12 @@ def there_and_back(shapes: list[Shape], sent: str, returned: str, options: dict[
     names = ["all_to_all_single", "all_to_all", "all_gather", "all_reduce", "broadcast", "send", "recv", "barrier"]
     with mock.patch.multiple(dist, **{name: mock.Mock(wraps=getattr(dist, name)) for name in names}):
         exchange = StraddlerExchange(plan, rank, group)
-        gathered = exchange.gather(partition)
+        gathered = exchange.gather(partition).wait()
         outputs = [wholes(plan, results)[matrix.name].to(device) for matrix in exchange.owned]
         # Results of tall matrices are transposed views.
         outputs = [x.mT.contiguous().mT if x.shape[0] > x.shape[1] else x for x in outputs]
         kept = [x.clone() for x in outputs]
-        exchange.scatter(outputs, target, getattr(torch, returned))
+        exchange.scatter(outputs, target, getattr(torch, returned)).wait()
         calls = sum(getattr(dist, name).call_count for name in names)
 
     assert exchange.owned == plan.owned_straddlers(rank)
@@ -141,8 +141,8 @@ def exchange_twice(shapes: list[Shape]) -> None:
     own = slice(rank * plan.partition_size, (rank + 1) * plan.partition_size)
     device = torch.device(get_accelerator().current_device_name())
     first, second = (flat_values(plan, torch.float32, seed) for seed in (1, 2))
-    earlier = exchange.gather(first[own].to(device))
-    later = exchange.gather(second[own].to(device))
+    earlier = exchange.gather(first[own].to(device)).wait()
+    later = exchange.gather(second[own].to(device)).wait()
     for matrix, one, two in zip(exchange.owned, earlier, later, strict=True):
         assert torch.equal(one.cpu(), wholes(plan, first)[matrix.name])
         assert torch.equal(two.cpu(), wholes(plan, second)[matrix.name])
