@@ -20,15 +20,15 @@ from torch import Tensor
 from ds_muon.orthogonalize.coefficients import Triple
 
 # How large the rounding error of a Gram matrix may grow, relative to its largest eigenvalue, before the iteration
-# starts again from R = X X^T. In fp32, which is chosen for its accuracy, hardly at all. In half precision, where the
+# starts again from R = X X^T. In fp32, which is chosen for its accuracy, not at all. In half precision, where the
 # result has its own error of 0.01 and more, it must not push a singular value beyond the reach of the next polynomial,
 # from where it grows without bound: seen at 0.3 in fp16 and 0.1 in bf16, on 8 x 64 matrices of one strong direction.
-_ALLOWED_GROWTH = {torch.float32: 5e-7, torch.float16: 0.07, torch.bfloat16: 0.05}
+_ALLOWED_GROWTH = {torch.float32: 0.0, torch.float16: 0.07, torch.bfloat16: 0.05}
 # Steps of a block after the first one. Measured: a third one doubles or triples the error, with any table.
 _LATER_STEPS = 2
 
 Iterate = Callable[[Tensor, Tensor | None], Tensor]
-"""``standard`` or ``gram`` with all but X and the memory for the result settled."""
+"""``standard`` or ``gram`` with all but X and the memory to work in settled."""
 
 
 class Operations(Protocol):
@@ -47,7 +47,15 @@ class Operations(Protocol):
         """Bytes that ``run`` allocates for each (rows, cols) matrix of a batch, its result included."""
 
     def run(
-        self, matrices: Sequence[Tensor], iterate: Iterate, *, key: object, dtype: torch.dtype, eps: float, flops: int
+        self,
+        matrices: Sequence[Tensor],
+        iterate: Iterate,
+        *,
+        passes: int,
+        key: object,
+        dtype: torch.dtype,
+        eps: float,
+        flops: int,
     ) -> Tensor:
         """Normalize the matrices, (rows, cols) in fp32 each, and iterate on them as one batch.
 
@@ -55,7 +63,8 @@ class Operations(Protocol):
         the second in range, so that U and c U give the same result for any scale fp32 can hold.
 
         Args:
-            iterate: gets X, transposed where that is wide, and memory for its result or None.
+            iterate: gets X, transposed where that is wide, and memory to work in or None.
+            passes: how often ``iterate`` multiplies X.
             key: says which iteration ``iterate`` is.
             dtype: of the iteration.
             eps: guards the division by a zero norm, and nothing else.
@@ -78,36 +87,49 @@ class Operations(Protocol):
         """``(a I + b R + c R^2) X``: what ``product(polynomial(r, triple), x, out)`` is, or something more accurate."""
 
 
-def standard(x: Tensor, triples: Sequence[Triple], ops: Operations, out: Tensor | None = None) -> Tensor:
-    """``X <- (a I + b R + c R^2) X`` with ``R = X X^T``, once per triple."""
-    return _iterate(x, [[triple] for triple in triples], ops, out)
+def standard(x: Tensor, triples: Sequence[Triple], ops: Operations, other: Tensor | None = None) -> Tensor:
+    """``X <- (a I + b R + c R^2) X`` with ``R = X X^T``, once per triple.
+
+    Args:
+        x: (batch, m, n), not modified without ``other``.
+        other: memory of its shape. The passes go to it and to ``x`` in turns, and nothing of that size is allocated:
+            the result lies in ``other`` after an odd number of passes, in ``x`` after an even one.
+    """
+    return _iterate(x, _blocks(triples, x.dtype, "standard"), ops, other)
 
 
-def gram(x: Tensor, triples: Sequence[Triple], ops: Operations, out: Tensor | None = None) -> Tensor:
+def gram(x: Tensor, triples: Sequence[Triple], ops: Operations, other: Tensor | None = None) -> Tensor:
     """The same polynomial through the Gram matrix, in ``restart_blocks``."""
-    return _iterate(x, restart_blocks(triples, x.dtype), ops, out)
+    return _iterate(x, _blocks(triples, x.dtype, "gram"), ops, other)
 
 
-def _iterate(x: Tensor, blocks: Sequence[Sequence[Triple]], ops: Operations, out: Tensor | None) -> Tensor:
+def passes(triples: Sequence[Triple], dtype: torch.dtype, form: str) -> int:
+    """How often X is multiplied in ``form``, ``"standard"`` or ``"gram"``."""
+    return len(_blocks(triples, dtype, form))
+
+
+def _blocks(triples: Sequence[Triple], dtype: torch.dtype, form: str) -> list[list[Triple]]:
+    return restart_blocks(triples, dtype) if form == "gram" else [[triple] for triple in triples]
+
+
+def _iterate(x: Tensor, blocks: Sequence[Sequence[Triple]], ops: Operations, other: Tensor | None) -> Tensor:
     """With ``W = a I + b R + c R^2`` a step maps ``X`` to ``W X`` and ``R`` to ``W R W``.
 
     Within a block, ``Q`` collects the factors that X has yet to be multiplied with. All of them are polynomials in R,
     hence symmetric, and commute. A block of one step is the standard form.
     """
-    for number, block in enumerate(blocks):
-        last = out if number == len(blocks) - 1 else None
+    for block in blocks:
         r = ops.symmetric(x, x.mT)
         if len(block) == 1:
-            x = ops.step(r, block[0], x, last)
-            continue
-        q = None
-        for index, triple in enumerate(block):
-            w = ops.polynomial(r, triple)
-            q = w if q is None else ops.symmetric(w, q)
-            if index < len(block) - 1:
+            product = ops.step(r, block[0], x, other)
+        else:
+            q = w = ops.polynomial(r, block[0])
+            for triple in block[1:]:
                 r = ops.symmetric(w, ops.symmetric(w, r))
-        assert q is not None
-        x = ops.product(q, x, last)
+                w = ops.polynomial(r, triple)
+                q = ops.symmetric(w, q)
+            product = ops.product(q, x, other)
+        x, other = product, None if other is None else x
     return x
 
 
@@ -123,7 +145,8 @@ def restart_blocks(triples: Sequence[Triple], dtype: torch.dtype) -> list[list[T
     blocks: list[list[Triple]] = []
     growth = math.inf
     for triple in triples:
-        if growth > _ALLOWED_GROWTH[dtype] or (len(blocks) > 1 and len(blocks[-1]) == _LATER_STEPS):
+        later = len(blocks) > 1 and len(blocks[-1]) == _LATER_STEPS
+        if growth > _ALLOWED_GROWTH[dtype] or later:
             blocks.append([])
             growth = torch.finfo(dtype).eps / 2
         blocks[-1].append(triple)

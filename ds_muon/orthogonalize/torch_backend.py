@@ -27,7 +27,15 @@ class TorchOperations:
         return 12 * m * n + dtype.itemsize * (2 * m * n + 4 * m * m)
 
     def run(
-        self, matrices: Sequence[Tensor], iterate: Iterate, *, key: object, dtype: torch.dtype, eps: float, flops: int
+        self,
+        matrices: Sequence[Tensor],
+        iterate: Iterate,
+        *,
+        passes: int,
+        key: object,
+        dtype: torch.dtype,
+        eps: float,
+        flops: int,
     ) -> Tensor:
         x = normalize(matrices, dtype, eps)
         return iterate(x.mT, None).mT if x.shape[1] > x.shape[2] else iterate(x, None)

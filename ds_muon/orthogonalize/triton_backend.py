@@ -139,12 +139,20 @@ class TritonOperations:
         return False
 
     def workspace(self, rows: int, cols: int, dtype: torch.dtype) -> int:
-        # X, the next X and the result; R, W, T and Q. Rows may be padded to 16 bytes.
-        m, n = sorted((rows, cols))
-        return dtype.itemsize * (3 * m * (n + 8) + 4 * m * (m + 8))
+        # The result and one more of its size; R, W, T and Q. Rows may be padded to 16 bytes.
+        m = min(rows, cols)
+        return dtype.itemsize * (2 * rows * (cols + 8) + 4 * m * (m + 8))
 
     def run(
-        self, matrices: Sequence[Tensor], iterate: Iterate, *, key: object, dtype: torch.dtype, eps: float, flops: int
+        self,
+        matrices: Sequence[Tensor],
+        iterate: Iterate,
+        *,
+        passes: int,
+        key: object,
+        dtype: torch.dtype,
+        eps: float,
+        flops: int,
     ) -> Tensor:
         matrices = [matrix.contiguous() for matrix in matrices]
         device, shape = matrices[0].device, tuple(matrices[0].shape)
@@ -156,7 +164,7 @@ class TritonOperations:
             return result.view(dtype).view(batch, rows, pitch)[..., :cols]
 
         def work(addresses: Tensor, result: Tensor) -> None:
-            _orthogonalize(addresses, shaped(result), aligned, eps, iterate)
+            _orthogonalize(addresses, shaped(result), aligned, eps, iterate, passes)
 
         key = (key, device, batch, shape, aligned, dtype, eps)
         nbytes = batch * rows * pitch * dtype.itemsize
@@ -184,43 +192,43 @@ class TritonOperations:
         return self.product(self.polynomial(r, (0.0, b, c)), x, out).add_(x, alpha=a)
 
 
-def _orthogonalize(addresses: Tensor, out: Tensor, aligned: bool, eps: float, iterate: Iterate) -> None:
+def _orthogonalize(addresses: Tensor, result: Tensor, aligned: bool, eps: float, iterate: Iterate, passes: int) -> None:
     """Normalize the matrices at ``addresses`` and iterate on them; see ``newton_schulz.Operations.run``.
 
     Args:
-        out: (batch, rows, cols) to be overwritten.
+        result: (batch, rows, cols) to be overwritten.
     """
-    batch, rows, cols = out.shape
+    batch, rows, cols = result.shape
     parts = min(_PARTS_IN_PARALLEL, batch)
 
-    def load(addresses: Tensor) -> Tensor:
-        return normalize(addresses, rows, cols, out.dtype, eps, aligned=aligned)
+    def load(addresses: Tensor, result: Tensor) -> tuple[Tensor, Tensor]:
+        # The passes write to both in turns, and the last one to the result.
+        other = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=result.device)
+        x, other = (other, result) if passes % 2 else (result, other)
+        normalize(addresses, x, eps, aligned=aligned)
+        return x, other
 
-    def multiply(result: Tensor, x: Tensor) -> None:
-        iterate(x.mT if rows > cols else x, result.mT if rows > cols else result)
+    def multiply(memory: tuple[Tensor, Tensor]) -> None:
+        x, other = memory
+        iterate(x.mT if rows > cols else x, other.mT if rows > cols else other)
 
-    pairs = zip(addresses.tensor_split(parts), out.tensor_split(parts), strict=True)
-    overlapped([(partial(load, part), partial(multiply, result)) for part, result in pairs], out.device)
+    pairs = zip(addresses.tensor_split(parts), result.tensor_split(parts), strict=True)
+    overlapped([(partial(load, *pair), multiply) for pair in pairs], result.device)
 
 
-def normalize(
-    addresses: Tensor, rows: int, cols: int, dtype: torch.dtype, eps: float, *, aligned: bool = False
-) -> Tensor:
-    """Each (rows, cols) fp32 matrix over its largest magnitude, then over its Frobenius norm.
+def normalize(addresses: Tensor, out: Tensor, eps: float, *, aligned: bool = False) -> None:
+    """Each fp32 matrix over its largest magnitude, then over its Frobenius norm.
 
     Two passes over the input, read where it lies. The norm is summed in fp64 and rounded once.
 
     Args:
         addresses: (batch,) int64, on the device: where the matrices lie. They are not modified.
-        dtype: of the result.
+        out: (batch, rows, cols), to be overwritten, with contiguous rows and no gaps between matrices.
         eps: guards the division by a zero norm.
         aligned: all addresses are multiples of 16 bytes.
-
-    Returns:
-        (batch, rows, cols), with rows that start at multiples of 16 bytes, as descriptors need them.
     """
-    batch, device, numel = len(addresses), addresses.device, rows * cols
-    out = _empty(batch, rows, cols, dtype, device)
+    batch, rows, cols = out.shape
+    device, numel = out.device, rows * cols
     # How a matrix is cut, and so the order of summation, depends on its size alone.
     parts = min(_PARTS, 1 << (ceil_div(numel, _BLOCK) - 1).bit_length())
     part_size = ceil_div(numel, parts * _BLOCK) * _BLOCK
@@ -236,7 +244,6 @@ def normalize(
         triton_kernels.scale[(batch * parts,)](
             addresses, divisors, out, numel, part_size, rows, cols, pitch, DENSE=pitch == cols, **constants
         )
-    return out
 
 
 def matmul(
