@@ -32,9 +32,9 @@ class Transfer:
 
     def wait(self) -> list[Tensor]:
         """Let what is queued from now on see the data, on GPUs without stopping the host. Returns ``tensors``."""
-        if self._work is not None:
-            self._work.wait()
-            assert self._received is not None
+        if self._received is not None:
+            if self._work is not None:
+                self._work.wait()
             _unpack(self._received, self._targets)
             self._work = self._sent = self._received = None
         return self.tensors

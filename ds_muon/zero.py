@@ -23,6 +23,7 @@ from torch import Tensor
 from ds_muon.capture import NanCapture
 from ds_muon.guard import Findings, StepGuard, gather, raise_together
 from ds_muon.optimizer import DSMuon
+from ds_muon.orthogonalize import release
 from ds_muon.partition import Plan, flat_layout, make_plan
 from ds_muon.refusals import SUPPORTED_DEEPSPEED
 from ds_muon.stage import MuonGroup
@@ -72,6 +73,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
 
     def destroy(self) -> None:
         self.guard.close()
+        release()
         super().destroy()
 
     def _shapes(self, group_index: int) -> list[tuple[str, tuple[int, int]]]:

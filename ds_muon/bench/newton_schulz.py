@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -205,6 +206,10 @@ def run(
     chart: Path | None,
 ) -> int:
     """Measure, print each row as it is done, and write the files that were asked for. Returns the exit code."""
+    names = [*(f"ds_muon {backend}" for backend in BACKENDS), "torch, one by one", *PEERS]
+    if only is not None and not any(part in name for part in only for name in names):
+        print(f"ds-muon: --candidates {' '.join(only)}: no part of any of {names}", file=sys.stderr)
+        return 2
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

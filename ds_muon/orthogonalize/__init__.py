@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ds_muon.orthogonalize import newton_schulz
-from ds_muon.orthogonalize.backends import BACKENDS, choose_backend
+from ds_muon.orthogonalize.backends import BACKENDS, choose_backend, release
 from ds_muon.orthogonalize.coefficients import COEFFICIENTS, CoefficientTable, Triple, schedule
 from ds_muon.orthogonalize.reference import reference_newton_schulz
 from ds_muon.orthogonalize.torch_backend import exact_products
@@ -25,6 +25,7 @@ __all__ = [
     "orthogonalize",
     "orthogonalize_batch",
     "reference_newton_schulz",
+    "release",
     "schedule",
 ]
 

@@ -6,12 +6,15 @@ the same numbers: the results are the same, bit for bit. Parts of a batch run on
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+_LOGGER = logging.getLogger(__name__)
 
 # Floating-point operations of a batch up to which a graph pays: about 4 ms of an H100.
 _FEW = 3_000_000_000_000
@@ -29,7 +32,17 @@ class GraphCache:
     """
 
     def __init__(self) -> None:
-        self._graphs: dict[Hashable, _Graph | None] = {}
+        self._begin()
+
+    def clear(self) -> None:
+        """Begin anew, and give all memory back. Results that were lent are lost. Waits for the device."""
+        if self._graphs:
+            torch.cuda.synchronize()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._graphs: dict[Hashable, _Graph] = {}
+        self._seen: set[Hashable] = set()
         self._uncapturable: set[Hashable] = set()
         self._results: dict[torch.device, Tensor] = {}
         self._pool: Any = None
@@ -48,27 +61,28 @@ class GraphCache:
         Returns:
             What may be overwritten in the next call.
         """
-        replayed = source.is_cuda and flops <= _FEW and not torch.cuda.is_current_stream_capturing()
-        replayed = replayed and (key in self._graphs or len(self._graphs) < _MOST_GRAPHS)
-        replayed = replayed and key not in self._uncapturable
-        if not replayed or key not in self._graphs:
+        few = source.is_cuda and flops <= _FEW and key not in self._uncapturable
+        graph = self._graphs.get(key) if few else None
+        if graph is None and not (few and key in self._seen and len(self._graphs) < _MOST_GRAPHS):
+            # What comes once, as in a test, is worth no graph; and this compiles the kernels.
+            self._seen.add(key)
             result = torch.empty(nbytes, dtype=torch.uint8, device=source.device)
-            if replayed:
-                self._graphs[key] = None  # what comes once, as in a test, is worth no graph; and this compiles kernels
             work(source, result)
             return result
         stream = torch.cuda.current_stream(source.device)
         if self._stream is not None and self._stream != stream:
             stream.wait_stream(self._stream)  # graphs share their memory
         self._stream = stream
-        graph = self._graphs[key]
         if graph is None:
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
             try:
                 graph = _Graph(source, self._memory(source.device, nbytes), work, self._pool)
-            except RuntimeError:  # such as no memory for it: what is wrong with the work itself shows without a graph
+            except RuntimeError as error:  # such as no memory for it: a fault of the work shows without a graph, too
+                _LOGGER.warning("a Newton-Schulz batch goes without a CUDA graph: %s", error)
                 self._uncapturable.add(key)
+                if not self._graphs:
+                    self._pool = None  # torch takes no capture into a pool that has lost its only graph
                 return self.run(key, source, nbytes, work, flops)
             self._graphs[key] = graph
         return graph.replay(source)
@@ -86,7 +100,9 @@ class _Graph:
     def __init__(self, source: Tensor, result: Tensor, work: Work, pool: Any) -> None:
         self._source, self._result = source.clone(), result
         self._graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream(source.device)  # type: ignore[no-untyped-call]
+        # Always the same: memory is used again by the stream that it was allocated for.
+        (stream,) = _streams(source.device, 1)
+        torch.cuda.empty_cache()  # nothing can be given back during a capture
         stream.wait_stream(torch.cuda.current_stream(source.device))
         with torch.cuda.stream(stream):
             # Other threads, such as NCCL's watchdog, may go on talking to the device.
@@ -117,17 +133,23 @@ def overlapped(parts: Sequence[tuple[Callable[[], _T], Callable[[_T], object]]],
         return
     origin = torch.cuda.current_stream(device)
     loaded = origin.record_event()
-    for stream, (first, second) in zip(_streams(device, len(parts)), parts, strict=True):
-        stream.wait_event(loaded)
-        # What is allocated inside belongs to the stream, and is used again only behind what runs on it.
-        with torch.cuda.stream(stream):
-            begun = first()
-            loaded = stream.record_event()
-            second(begun)
-    for stream in _streams(device, len(parts)):
-        origin.wait_stream(stream)
+    begun = []
+    try:
+        for stream, (first, second) in zip(_streams(device, len(parts)), parts, strict=True):
+            stream.wait_event(loaded)
+            begun.append(stream)
+            # What is allocated inside belongs to the stream, and is used again only behind what runs on it.
+            with torch.cuda.stream(stream):
+                half = first()
+                loaded = stream.record_event()
+                second(half)
+    finally:
+        # Also after an error: a capture cannot end with a stream that has not come back.
+        for stream in begun:
+            origin.wait_stream(stream)
 
 
 @lru_cache
 def _streams(device: torch.device, count: int) -> list[torch.cuda.Stream]:
+    """The same ones for the same count."""
     return [torch.cuda.Stream(device) for _ in range(count)]  # type: ignore[no-untyped-call]

@@ -74,6 +74,9 @@ class Operations(Protocol):
             (batch, rows, cols) of ``dtype``, in storage that shares nothing with ``matrices``.
         """
 
+    def release(self) -> None:
+        """Give back memory that is kept from one ``run`` to the next."""
+
     def symmetric(self, a: Tensor, b: Tensor) -> Tensor:
         """``a @ b``, known to be symmetric."""
 

@@ -40,6 +40,9 @@ class TorchOperations:
         x = normalize(matrices, dtype, eps)
         return iterate(x.mT, None).mT if x.shape[1] > x.shape[2] else iterate(x, None)
 
+    def release(self) -> None:
+        """Nothing is kept."""
+
     def symmetric(self, a: Tensor, b: Tensor) -> Tensor:
         return torch.bmm(a, b)
 

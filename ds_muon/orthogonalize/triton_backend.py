@@ -170,6 +170,9 @@ class TritonOperations:
         nbytes = batch * rows * pitch * dtype.itemsize
         return shaped(self._graphs.run(key, addresses, nbytes, work, flops))
 
+    def release(self) -> None:
+        self._graphs.clear()
+
     def symmetric(self, a: Tensor, b: Tensor) -> Tensor:
         return matmul(a, b, symmetric=True)
 

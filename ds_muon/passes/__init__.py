@@ -6,6 +6,7 @@ name does it in one launch, with the same bits (but for the last ones of ``sum_o
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import cache, wraps
 from types import ModuleType
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 
 from ds_muon.passes import torch_passes
+
+_LOGGER = logging.getLogger(__name__)
 
 __all__ = ["advance_momentum_", "apply_update_", "store_updates", "sum_of_squares"]
 
@@ -49,10 +52,13 @@ def _fused(in_torch: Callable[Concatenate[Tensor, P], T]) -> Callable[Concatenat
             return in_torch(first, *args, **kwargs)
         try:
             done: T = getattr(kernels, name)(first, *args, **kwargs)
-        except Exception:  # an older Triton, no C compiler: nothing has been written
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # an older Triton, no C compiler: nothing has been written
             # If the fault is the caller's, or the device's, torch will say so.
             done = in_torch(first, *args, **kwargs)
             _FAILED.add(name)
+            _LOGGER.warning("%s runs on torch's operations, for its kernel cannot be used: %s", name, error)
         return done
 
     return run

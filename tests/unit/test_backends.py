@@ -19,7 +19,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 class Wrong(TorchOperations):
     def polynomial(self, r: Tensor, triple: Triple) -> Tensor:
-        return super().polynomial(r, triple) * 1.1
+        return super().polynomial(r, triple) * 1.2
 
 
 class TooLarge(TorchOperations):
@@ -36,8 +36,11 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(backends, "_triton", TorchOperations)
     monkeypatch.setattr(backends, "find_spec", lambda name: object())
-    linspace = torch.linspace
-    monkeypatch.setattr(torch, "linspace", lambda *args, device: linspace(*args))
+    to = Tensor.to
+    monkeypatch.setattr(
+        Tensor, "to", lambda self, *args, **kwargs: to(self, *(CPU if a == GPU else a for a in args), **kwargs)
+    )
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     backends._trial.cache_clear()
     backends._log_once.cache_clear()
     yield
@@ -46,20 +49,24 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("hopper")
-def test_auto_is_triton_in_half_precision_on_nvidia_gpus_and_torch_elsewhere(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_is_triton_in_half_precision_on_hopper_and_torch_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     for dtype in HALF:
         assert backends.choose_backend("auto", GPU, dtype) == "triton"
         assert backends.choose_backend("auto", CPU, dtype) == "torch"
     assert backends.choose_backend("auto", GPU, torch.float32) == "torch"
     assert backends.choose_backend("triton", GPU, torch.float32) == "triton"
     assert NewtonSchulz.resolve(GPU).backend == "triton" and NewtonSchulz.resolve(CPU).backend == "torch"
+    for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, found=capability: found)
+        assert backends.choose_backend("auto", GPU, torch.float16) == "torch"
+        assert backends.choose_backend("triton", GPU, torch.float16) == "triton"
     assert not caplog.records
 
 
 OBSTACLES = {
     "no triton": (lambda m: m.setattr(backends, "find_spec", lambda name: None), "not installed"),
-    "old GPU": (lambda m: m.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5)), "8.0"),
-    "AMD": (lambda m: m.setattr(torch.version, "hip", "6.2"), "AMD"),
     "old triton": (lambda m: m.setattr(backends, "_triton", lambda: 1 / 0), "division by zero"),
     "shared memory": (lambda m: m.setattr(backends, "_triton", TooLarge), "out of resource: shared memory"),
     "wrong": (lambda m: m.setattr(backends, "_triton", Wrong), "wrong here"),
@@ -87,3 +94,19 @@ def test_without_a_gpu_triton_is_refused_and_an_unknown_name_too() -> None:
         backends.choose_backend("triton", CPU, torch.float16)
     with pytest.raises(ValueError, match="ns_backend = 'cute'"):
         backends.choose_backend("cute", CPU, torch.float16)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("name", "value", "reason"), [("get_device_capability", (7, 5), "8.0"), ("hip", "6.2", "AMD")], ids=str
+)
+def test_a_name_is_refused_on_gpus_that_the_kernels_are_not_for(
+    name: str, value: object, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "hip":
+        monkeypatch.setattr(torch.version, "hip", value)
+    else:
+        monkeypatch.setattr(torch.cuda, name, lambda device=None: value)
+    assert backends.choose_backend("auto", GPU, torch.float16) == "torch"
+    with pytest.raises(ValueError, match=reason):
+        backends.choose_backend("triton", GPU, torch.float16)

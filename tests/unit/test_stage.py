@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,11 +11,32 @@ from torch import Tensor
 
 from ds_muon.capture import NanCapture
 from ds_muon.exchange import Transfer
-from ds_muon.orthogonalize import NewtonSchulz, orthogonalize
+from ds_muon.orthogonalize import BACKENDS, NewtonSchulz, orthogonalize
+from ds_muon.orthogonalize.torch_backend import TorchOperations
 from ds_muon.stage import MuonGroup
 from tests.unit.test_exchange import group_plan
 
 CPU = torch.device("cpu")
+
+
+class Lending(TorchOperations):
+    """As a backend that replays graphs: the next run destroys the result of the last."""
+
+    lends = True
+    lent: Tensor | None = None
+
+    def run(self, *args: Any, **kwargs: Any) -> Tensor:
+        result = super().run(*args, **kwargs)
+        if Lending.lent is not None:
+            Lending.lent.fill_(torch.nan)
+        Lending.lent = result
+        return result
+
+
+@pytest.fixture(params=["torch", "lending"])
+def settings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> NewtonSchulz:
+    monkeypatch.setitem(BACKENDS, "lending", Lending)
+    return replace(NewtonSchulz.resolve(CPU), backend=request.param)
 
 
 class Wire:
@@ -51,7 +73,9 @@ class Arriving(Transfer):
         return self.tensors
 
 
-def test_batches_run_while_slices_of_straddling_matrices_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_run_while_slices_of_straddling_matrices_travel(
+    settings: NewtonSchulz, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Rank 0 holds three whole matrices and owns the one that straddles the boundary.
     plan = group_plan([(4, 4), (5, 4), (6, 4), (6, 14), (9, 9)], 2)
     straddler = plan.matrices[3]
@@ -74,8 +98,7 @@ def test_batches_run_while_slices_of_straddling_matrices_travel(monkeypatch: pyt
     whole = [partition[s.offset :][: s.numel].clone().view(m.rows, m.cols) for m, s in plan.held(0)[:3]]
     (kept, _) = straddler.slices
     full = torch.cat([partition[kept.offset :][: kept.numel], rest]).view(6, 14)
-    settings = NewtonSchulz.resolve(CPU)
-    expected = orthogonalize([*whole, full], settings)
+    expected = orthogonalize([*whole, full], NewtonSchulz.resolve(CPU))
 
     monkeypatch.setattr(group, "exchange", Wire(group, rest, log))
     run = group._orthogonalize
@@ -90,3 +113,12 @@ def test_batches_run_while_slices_of_straddling_matrices_travel(monkeypatch: pyt
     assert sum(entry.endswith("rows") for entry in log) == 4
     for (_, piece), output in zip(plan.held(0), expected, strict=True):
         assert torch.equal(partition[piece.offset :][: piece.numel], output.reshape(-1)[: piece.numel])
+
+
+def test_what_orthogonalize_returns_is_not_lent(settings: NewtonSchulz) -> None:
+    generator = torch.Generator().manual_seed(0)
+    matrices = [torch.randn(shape, generator=generator) for shape in [(4, 6), (5, 5), (4, 6), (9, 4)]]
+    for output, expected in zip(
+        orthogonalize(matrices, settings), orthogonalize(matrices, NewtonSchulz.resolve(CPU)), strict=True
+    ):
+        assert torch.equal(output, expected)
