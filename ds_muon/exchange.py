@@ -1,4 +1,4 @@
-"""Slices of straddling matrices to their owners, and slices of the results back: one collective each way per group."""
+"""Slices of travelling matrices to their owners, and slices of the results back: one collective each way per group."""
 
 from __future__ import annotations
 
@@ -8,17 +8,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_muon.orthogonalize import NewtonSchulz
 from ds_muon.partition import GroupPlan, Matrix, Slice
 
 # For each rank, the slices that go to it or come from it, in packing order.
 _Routes = tuple[tuple[tuple[Matrix, Slice], ...], ...]
 
 
-class StraddlerExchange:
-    """Moves the straddling matrices of one param group between the ranks that hold them and those that own them.
+def result_dtype(settings: NewtonSchulz, *, normuon: bool) -> torch.dtype:
+    """In which results travel: as Newton-Schulz returns them, or with NorMuon's factors on their rows."""
+    return torch.float32 if normuon else settings.dtype
+
+
+def element_bytes(settings: NewtonSchulz, *, normuon: bool) -> int:
+    """Of an element that travels, both ways together: U in fp32, and the result."""
+    return torch.float32.itemsize + result_dtype(settings, normuon=normuon).itemsize
+
+
+class Exchange:
+    """Moves the travelling matrices of one param group between the ranks that hold them and those that own them.
 
     Every rank of the process group must call ``gather`` and then ``scatter``, also one that holds nothing of the
-    group: it sends and receives nothing, but takes part. Where no matrix straddles, nobody communicates.
+    group: it sends and receives nothing, but takes part. Where no matrix travels, nobody communicates.
 
     Args:
         plan: the group's plan, the same on every rank.
@@ -27,16 +38,16 @@ class StraddlerExchange:
     """
 
     def __init__(self, plan: GroupPlan, rank: int, process_group: dist.ProcessGroup | None) -> None:
-        self.owned = plan.owned_straddlers(rank)
-        """Straddling matrices that this rank orthogonalizes, in the order of ``gather``'s result."""
-        self._active = bool(plan.straddlers)
+        self.owned = plan.owned_travellers(rank)
+        """Travelling matrices that this rank orthogonalizes, in the order of ``gather``'s result."""
+        self._active = bool(plan.travellers)
         self._process_group = process_group
         self._outgoing = plan.outgoing(rank)
         self._incoming = plan.incoming(rank)
         self._kept = tuple((m, piece) for m in self.owned for piece in m.slices if piece.rank == rank)
 
     def gather(self, partition: Tensor) -> list[Tensor]:
-        """Reassemble the straddling matrices this rank owns.
+        """Assemble the travelling matrices this rank owns, of which it may hold slices or nothing.
 
         Args:
             partition: (partition_size,) this rank's piece of the flat buffer; not modified.
@@ -59,7 +70,7 @@ class StraddlerExchange:
 
         Args:
             outputs: one (rows, cols) tensor of ``dtype`` per matrix of ``owned``.
-            partition: (partition_size,) overwritten where this rank holds slices of straddling matrices.
+            partition: (partition_size,) overwritten where this rank holds slices of travelling matrices.
             dtype: of the outputs, and on the wire; the same on every rank.
         """
         if not self._active:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_muon.capture import NanCapture
-from ds_muon.exchange import StraddlerExchange
+from ds_muon.exchange import Exchange, result_dtype
 from ds_muon.normuon import RowVariance
 from ds_muon.orthogonalize import NewtonSchulz, batches, orthogonalize_batch
 from ds_muon.partition import GroupPlan, Matrix
@@ -41,7 +41,7 @@ class MuonGroup:
         beta2: float | None,
         capture: NanCapture,
     ) -> None:
-        self.exchange = StraddlerExchange(plan, rank, process_group)
+        self.exchange = Exchange(plan, rank, process_group)
         self.row_variance: RowVariance | None = None
         """Where the rows of NorMuon's state lie; None for plain Muon."""
         if beta2 is not None:
@@ -62,34 +62,34 @@ class MuonGroup:
         With NorMuon the rows of O are normalized, and their new variances staged, for ``commit``.
         """
         pieces = self._pieces(partition)
-        whole = [(matrix, piece.view(matrix.rows, matrix.cols)) for matrix, piece in pieces if not matrix.straddles]
+        whole = [(matrix, piece.view(matrix.rows, matrix.cols)) for matrix, piece in pieces if not matrix.travels]
         inputs = whole + list(zip(self.exchange.owned, self.exchange.gather(partition), strict=True))
-        straddling: dict[int, Tensor] = {}
+        travelling: dict[int, Tensor] = {}
         if self.row_variance is not None and variance is not None:
             self.row_variance.begin(variance)
         for indices in batches([u for _, u in inputs], settings):
             batch = [inputs[i] for i in indices]
             outputs = self._orthogonalize(batch, settings)
             factors = self._factors(batch, outputs, variance)
-            # Indices ascend: the whole ones come first.
+            # Indices ascend: those that do not travel come first.
             count = sum(index < len(whole) for index in indices)
             targets = [u for _, u in batch]
             here, away = (None, None) if factors is None else (factors[:count], factors[count:])
             store_updates(outputs[:count], targets[:count], scale=self._scale(batch[0][0]), factors=here)
             if away is not None:
                 store_updates(outputs[count:], targets[count:], factors=away)
-                straddling.update(zip(indices[count:], targets[count:], strict=True))
+                travelling.update(zip(indices[count:], targets[count:], strict=True))
             else:
                 # Not views of the outputs, which would keep the whole batch alive.
                 copies = outputs[count:].clone(memory_format=torch.contiguous_format)
-                straddling.update(zip(indices[count:], copies.unbind(), strict=True))
+                travelling.update(zip(indices[count:], copies.unbind(), strict=True))
             del outputs
-        dtype = settings.dtype if variance is None else torch.float32
-        self.exchange.scatter([output for _, output in sorted(straddling.items())], partition, dtype)
+        dtype = result_dtype(settings, normuon=variance is not None)
+        self.exchange.scatter([output for _, output in sorted(travelling.items())], partition, dtype)
         if self.row_variance is not None:
             self.row_variance.agree()
         # Scaled by their holders: what travels is what Newton-Schulz returned, in its own dtype.
-        to_scale = [(piece, self._scale(matrix)) for matrix, piece in pieces if matrix.straddles]
+        to_scale = [(piece, self._scale(matrix)) for matrix, piece in pieces if matrix.travels]
         if to_scale:
             torch._foreach_mul_([piece for piece, _ in to_scale], [scale for _, scale in to_scale])
 

@@ -196,6 +196,8 @@ def _padding(zero: Any, replace: _Replace) -> None:
         ) -> list[Tensor]:
             matrices = original(partition)
             for matrix, whole in zip(owned, matrices, strict=True):
+                if not matrix.straddles:
+                    continue
                 flat, cut = whole.view(-1), matrix.slices[1].start
                 padding = min(_PADDING, flat.numel() - cut)
                 flat[cut + padding :] = flat[cut : flat.numel() - padding].clone()
