@@ -4,6 +4,7 @@ from ds_muon.config import DSMuonConfig, DSMuonConfigError
 from ds_muon.guard import NonFiniteUpdate
 from ds_muon.optimizer import DSMuon
 from ds_muon.orthogonalize import COEFFICIENTS, NewtonSchulz, reference_newton_schulz
+from ds_muon.owners import Rates
 from ds_muon.partition import FlatLayout, Plan, flat_layout, make_plan
 from ds_muon.refusals import DSMuonRefusal
 from ds_muon.registration import register
@@ -22,6 +23,7 @@ __all__ = [
     "NewtonSchulz",
     "NonFiniteUpdate",
     "Plan",
+    "Rates",
     "Routing",
     "RoutingError",
     "flat_layout",

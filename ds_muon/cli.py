@@ -19,6 +19,7 @@ from ds_muon.bench import newton_schulz, step
 from ds_muon.bench.chart import draw_costs
 from ds_muon.launch import RanksFailed, run_ranks
 from ds_muon.orthogonalize import BACKENDS
+from ds_muon.owners import RATES, Rates
 from ds_muon.replay import replay
 from ds_muon.verify import table
 from ds_muon.verify.engine_view import CannotVerify
@@ -303,24 +304,28 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument(
         "--tflops",
         type=_rate,
-        default=400.0,
-        help="rate of the iteration per rank (default: 400; see bench newton-schulz)",
+        default=RATES.flops / 1e12,
+        help="for the times: rate of the iteration per rank (default: %(default)g; see bench newton-schulz)",
     )
-    parser.add_argument("--link", type=_rate, default=50.0, metavar="GB/s", help="rate of a rank's link (default: 50)")
+    parser.add_argument(
+        "--link", type=_rate, default=RATES.bytes_per_second / 1e9, metavar="GB/s",
+        help="for the times: rate of a rank's link (default: %(default)g)",
+    )  # fmt: skip
     _add_outputs(parser, "draw the times against the ranks there (.png)")
     parser.set_defaults(run=_plan)
 
 
 def _plan(options: argparse.Namespace) -> int:
     settings = planner.default_settings()
+    rates = Rates(1e12 * options.tflops, 1e9 * options.link)
     costs: dict[str, list[planner.StepCost]] = {}
     for model in options.models:
         shapes = planner.MODELS[model]()
-        costs[model] = [planner.step_cost(shapes, world_size, settings) for world_size in options.world_size]
+        costs[model] = [planner.step_cost(shapes, size, settings, rates=rates) for size in options.world_size]
         elements = sum(rows * cols for _, (rows, cols) in shapes)
         print(f"{model}: {len(shapes)} matrices, {elements / 1e9:.2f}B elements; defaults on a GPU", end="")
         print(f" ({options.tflops:g} TFLOP/s and {options.link:g} GB/s per rank)\n")
-        print(planner.table(costs[model], options.tflops, options.link), end="\n\n")
+        print(planner.table(costs[model]), end="\n\n")
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         numbers = {model: [asdict(cost) for cost in of_model] for model, of_model in costs.items()}

@@ -1,4 +1,4 @@
-"""Slices of straddling matrices to their owners, and slices of the results back: one collective each way per group."""
+"""Slices of travelling matrices to their owners, and slices of the results back: one collective each way per group."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_muon.orthogonalize import NewtonSchulz
 from ds_muon.partition import GroupPlan, Matrix, Slice
 
 # For each rank, the slices that go to it or come from it, in packing order.
@@ -21,7 +22,7 @@ class Transfer:
     """A collective under way. What it sends and receives stays alive until it has been waited for.
 
     Attributes:
-        tensors: complete after ``wait``, which is what fills those of ``StraddlerExchange.gather``.
+        tensors: complete after ``wait``, which is what fills those of ``Exchange.gather``.
     """
 
     tensors: list[Tensor] = field(default_factory=list)
@@ -40,11 +41,21 @@ class Transfer:
         return self.tensors
 
 
-class StraddlerExchange:
-    """Moves the straddling matrices of one param group between the ranks that hold them and those that own them.
+def result_dtype(settings: NewtonSchulz, *, normuon: bool) -> torch.dtype:
+    """In which results travel: as Newton-Schulz returns them, or with NorMuon's factors on their rows."""
+    return torch.float32 if normuon else settings.dtype
+
+
+def element_bytes(settings: NewtonSchulz, *, normuon: bool) -> int:
+    """Of an element that travels, both ways together: U in fp32, and the result."""
+    return torch.float32.itemsize + result_dtype(settings, normuon=normuon).itemsize
+
+
+class Exchange:
+    """Moves the travelling matrices of one param group between the ranks that hold them and those that own them.
 
     Every rank of the process group must call ``gather`` and then ``scatter``, also one that holds nothing of the
-    group: it sends and receives nothing, but takes part. Where no matrix straddles, nobody communicates.
+    group: it sends and receives nothing, but takes part. Where no matrix travels, nobody communicates.
 
     Args:
         plan: the group's plan, the same on every rank.
@@ -53,16 +64,16 @@ class StraddlerExchange:
     """
 
     def __init__(self, plan: GroupPlan, rank: int, process_group: dist.ProcessGroup | None) -> None:
-        self.owned = plan.owned_straddlers(rank)
-        """Straddling matrices that this rank orthogonalizes, in the order of ``gather``'s result."""
-        self._active = bool(plan.straddlers)
+        self.owned = plan.owned_travellers(rank)
+        """Travelling matrices that this rank orthogonalizes, in the order of ``gather``'s result."""
+        self._active = bool(plan.travellers)
         self._process_group = process_group
         self._outgoing = plan.outgoing(rank)
         self._incoming = plan.incoming(rank)
         self._kept = tuple((m, piece) for m in self.owned for piece in m.slices if piece.rank == rank)
 
     def gather(self, partition: Tensor) -> Transfer:
-        """Start to reassemble the straddling matrices this rank owns.
+        """Start to assemble the travelling matrices this rank owns, of which it may hold slices or nothing.
 
         Args:
             partition: (partition_size,) this rank's piece of the flat buffer; not modified, and free to be overwritten
@@ -86,7 +97,7 @@ class StraddlerExchange:
 
         Args:
             outputs: one (rows, cols) tensor of ``dtype`` per matrix of ``owned``.
-            partition: (partition_size,) overwritten where this rank holds slices of straddling matrices, in full only
+            partition: (partition_size,) overwritten where this rank holds slices of travelling matrices, in full only
                 after the transfer has been waited for.
             dtype: of the outputs, and on the wire; the same on every rank.
         """

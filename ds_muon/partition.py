@@ -1,9 +1,9 @@
 """Who holds, who owns, and what moves: the plan of a step as pure functions of shapes and world size.
 
 ZeRO-1/2 lays the parameters of a group end to end in one flat buffer and cuts it into ``world_size`` equal pieces,
-wherever the cuts fall. A matrix inside one piece is orthogonalized by the rank that holds it. A matrix that straddles
-a cut is reassembled on one of its holders, its owner. Nothing here communicates, so a plan can be made, printed and
-tested for world sizes that are not at hand.
+wherever the cuts fall. A matrix is orthogonalized by one rank, its owner. One that straddles a cut travels there, to be
+reassembled, and so does one that lies whole on a rank, where it is worth it that another one owns it (``owners``).
+Nothing here communicates, so a plan can be made, printed and tested for world sizes that are not at hand.
 """
 
 from __future__ import annotations
@@ -12,10 +12,15 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from ds_muon.owners import RATES, Rates, Work, choose_owners, least_loaded_holders
+
 # ZeRO pads a flat buffer to this many elements per rank, so that every piece starts on a 4-byte boundary.
 _ELEMENTS_PER_RANK = 2
 # ZeRO's ``parameter_alignment`` starts every parameter on a boundary of this many bytes.
 _ALIGNMENT_BYTES = 16
+
+ELEMENT_BYTES = 6
+"""Of an element that travels, both ways together: U goes out in fp32, O comes back in half precision."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Matrix:
-    """One (rows, cols) matrix, its slices in order of rank, and the rank that orthogonalizes it."""
+    """One (rows, cols) matrix, its slices in order of rank, and the rank that orthogonalizes it, holder or not."""
 
     name: str
     rows: int
@@ -63,6 +68,16 @@ class Matrix:
     @property
     def straddles(self) -> bool:
         return len(self.slices) > 1
+
+    @property
+    def travels(self) -> bool:
+        """Whether its owner is another rank than its only holder: every other slice crosses the network, both ways."""
+        return self.holders != (self.owner,)
+
+    @property
+    def moved(self) -> bool:
+        """Whether its owner holds nothing of it."""
+        return self.owner not in self.holders
 
     @property
     def holders(self) -> tuple[int, ...]:
@@ -81,12 +96,16 @@ class GroupPlan:
     def straddlers(self) -> tuple[Matrix, ...]:
         return tuple(matrix for matrix in self.matrices if matrix.straddles)
 
+    @property
+    def travellers(self) -> tuple[Matrix, ...]:
+        return tuple(matrix for matrix in self.matrices if matrix.travels)
+
     def held(self, rank: int) -> tuple[tuple[Matrix, Slice], ...]:
         """Every matrix of which ``rank`` has a slice, with that slice."""
         return tuple((m, piece) for m in self.matrices for piece in m.slices if piece.rank == rank)
 
-    def owned_straddlers(self, rank: int) -> tuple[Matrix, ...]:
-        return tuple(m for m in self.straddlers if m.owner == rank)
+    def owned_travellers(self, rank: int) -> tuple[Matrix, ...]:
+        return tuple(m for m in self.travellers if m.owner == rank)
 
     def outgoing(self, rank: int) -> tuple[tuple[tuple[Matrix, Slice], ...], ...]:
         """For each rank, the slices that ``rank`` sends it: those of matrices it owns. None to itself."""
@@ -97,7 +116,7 @@ class GroupPlan:
         return self._routes((s.rank, m, s) for m, s in self._moving() if m.owner == rank)
 
     def _moving(self) -> Iterator[tuple[Matrix, Slice]]:
-        return ((m, s) for m in self.straddlers for s in m.slices if s.rank != m.owner)
+        return ((m, s) for m in self.matrices for s in m.slices if s.rank != m.owner)
 
     def _routes(self, moves: Iterable[tuple[int, Matrix, Slice]]) -> tuple[tuple[tuple[Matrix, Slice], ...], ...]:
         routes: list[list[tuple[Matrix, Slice]]] = [[] for _ in range(self.world_size)]
@@ -124,17 +143,44 @@ class Plan:
 
     def moved_elements(self) -> int:
         """Elements that cross the network each way in a step."""
-        straddlers = (m for group in self.groups for m in group.straddlers)
-        return sum(piece.numel for m in straddlers for piece in m.slices if piece.rank != m.owner)
+        return sum(self.moved_by_rank()) // 2
+
+    def moved_by_rank(self) -> tuple[int, ...]:
+        """Elements that each rank sends to owners and receives as one; as many take the way back."""
+        moved = [0] * len(self.loads)
+        for matrix in self.matrices:
+            for piece in matrix.slices:
+                if piece.rank != matrix.owner:
+                    moved[piece.rank] += piece.numel
+                    moved[matrix.owner] += piece.numel
+        return tuple(moved)
+
+    def seconds(self, rates: Rates = RATES, *, element_bytes: int = ELEMENT_BYTES) -> float:
+        """The time of a step by the model of ``owners``; ``loads`` are taken for operations.
+
+        Args:
+            rates: of the model.
+            element_bytes: of an element that travels, both ways together.
+        """
+        exchanges = sum(bool(group.travellers) for group in self.groups)
+        ranks = zip(self.loads, self.moved_by_rank(), strict=True)
+        busiest = max(rates.of_rank(load, element_bytes * moved) for load, moved in ranks)
+        return busiest + exchanges * rates.exchange_seconds
+
+    @property
+    def balance(self) -> float:
+        """Load of the most loaded rank over the mean; 1 where there is no load."""
+        total = sum(self.loads)
+        return max(self.loads) * len(self.loads) / total if total else 1.0
 
     def summary(self) -> str:
         """One line for a log: matrices, straddling ones, elements moved, balance."""
-        total = sum(self.loads)
-        balance = max(self.loads) * len(self.loads) / total if total else 1.0
         straddling = sum(len(group.straddlers) for group in self.groups)
+        moved = sum(matrix.moved for matrix in self.matrices)
         return (
-            f"{len(self.matrices)} matrices on {len(self.loads)} ranks, {straddling} straddle a partition boundary "
-            f"({self.moved_elements():,} elements exchanged each way), most loaded rank {balance:.2f} times the mean"
+            f"{len(self.matrices)} matrices on {len(self.loads)} ranks, {straddling} straddle a partition boundary, "
+            f"{moved} move to a rank that holds nothing of them ({self.moved_elements():,} elements exchanged each "
+            f"way), most loaded rank {self.balance:.2f} times the mean"
         )
 
 
@@ -185,48 +231,47 @@ def make_plan(
     layouts: Sequence[FlatLayout],
     world_size: int,
     cost: Callable[[int, int], float],
+    *,
+    rates: Rates | None = RATES,
+    element_bytes: int = ELEMENT_BYTES,
 ) -> Plan:
-    """Cut every matrix and give each straddling one an owner.
+    """Cut every matrix and give it an owner.
 
     Args:
         groups: per Muon param group, the (name, (rows, cols)) of its matrices in the group's order.
         layouts: ``flat_layout`` of each group.
         world_size: ranks that share the groups.
-        cost: work of one (rows, cols) matrix.
-
-    An owner is the least loaded of a matrix's holders, the costliest matrix first, counting what each rank has to do
-    in all groups. Owners are holders so that the owner's own slice never travels.
+        cost: work of one (rows, cols) matrix, in operations.
+        rates: of the model by which owners are chosen, counting what each rank has to do in all groups; see ``owners``.
+            None: owners are holders, the least loaded ones, whatever travels.
+        element_bytes: of an element that travels, both ways together.
     """
     cuts = [
         [(*group[index], cut(offset, math.prod(group[index][1]), layout.partition_size)) for index, offset in placed]
         for group, layout in zip(groups, layouts, strict=True)
         for placed in [zip(layout.order, layout.offsets, strict=True)]
     ]
-    loads = [0.0] * world_size
-    straddling = []
-    for g, group_cuts in enumerate(cuts):
-        for m, (_, shape, slices) in enumerate(group_cuts):
-            if len(slices) == 1:
-                loads[slices[0].rank] += cost(*shape)
-            else:
-                straddling.append((-cost(*shape), g, m, slices))
-    owners = {}
-    for negative_cost, g, m, slices in sorted(straddling, key=lambda entry: entry[:3]):
-        # Among equally loaded holders the one with the largest slice: it leaves the least to send.
-        owner = min(slices, key=lambda piece: (loads[piece.rank], -piece.numel, piece.rank)).rank
-        owners[g, m] = owner
-        loads[owner] -= negative_cost
+    works = [
+        Work(g, cost(*shape), tuple((piece.rank, piece.numel) for piece in slices))
+        for g, group_cuts in enumerate(cuts)
+        for _, shape, slices in group_cuts
+    ]
+    if rates is None:
+        owners = least_loaded_holders(works, world_size)
+    else:
+        owners = choose_owners(works, world_size, rates, element_bytes)
+    loads: list[float] = [0] * world_size
+    for work, owner in zip(works, owners, strict=True):
+        loads[owner] += work.cost
+    remaining = iter(owners)
     return Plan(
         groups=tuple(
             GroupPlan(
                 world_size,
                 layout.partition_size,
-                tuple(
-                    Matrix(name, *shape, slices, owners.get((g, m), slices[0].rank))
-                    for m, (name, shape, slices) in enumerate(group_cuts)
-                ),
+                tuple(Matrix(name, *shape, slices, next(remaining)) for name, shape, slices in group_cuts),
             )
-            for g, (layout, group_cuts) in enumerate(zip(layouts, cuts, strict=True))
+            for layout, group_cuts in zip(layouts, cuts, strict=True)
         ),
         loads=tuple(loads),
     )

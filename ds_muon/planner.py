@@ -1,11 +1,18 @@
 """What Muon's step costs at world sizes that are not at hand: ``ds-muon plan``. Pure functions of shapes; no ranks.
 
-The matrices of a model lie in one flat buffer, in the model's order, as ZeRO lays them out. Two schemes are compared:
+The matrices of a model lie in one flat buffer, in the model's order, as ZeRO lays them out. Three schemes are compared:
 
-    ours         a matrix that straddles a boundary travels to one of its holders and is orthogonalized there, once
+    ours         a matrix is orthogonalized once, by its owner: one of its holders, or a rank that holds nothing of it
+                 where a step is faster for it
+    by holders   the same, if owners are always holders: only what straddles a boundary travels
     each holder  every rank that holds a piece of a matrix orthogonalizes all of it, as DeepSpeed's own Muon does
 
-The second needs the whole averaged gradient on every holder, which `reduce_scatter: false` leaves there.
+The last needs the whole averaged gradient on every holder, which `reduce_scatter: false` leaves there.
+
+Times are those of a model, no measurement: of a rank, its operations at the rate of the iteration, and then the bytes
+that it sends and receives at the rate of its link; of a step, those of the rank that takes longest, and 0.1 ms if
+anything is exchanged. The owners are the engine's, which it chooses by that model at 500 TFLOP/s and 100 GB/s; a step
+must be 2 % faster for an owner that holds nothing.
 """
 
 from __future__ import annotations
@@ -17,13 +24,12 @@ from functools import partial
 
 import torch
 
+from ds_muon.exchange import element_bytes
 from ds_muon.orthogonalize import NewtonSchulz
+from ds_muon.owners import RATES, Rates
 from ds_muon.partition import flat_layout, make_plan
 
 Shapes = list[tuple[str, tuple[int, int]]]
-
-# U travels in fp32, O comes back in the iteration's dtype.
-_BYTES_OUT = 4
 
 
 def gpt(layers: int, width: int) -> Shapes:
@@ -65,23 +71,35 @@ class StepCost:
         world_size: ranks.
         matrices: of the model.
         straddling: those that a boundary cuts.
+        moved: those that a rank owns which holds nothing of them; ours.
         moved_bytes: over the network in a step, both ways, over all ranks; ours.
-        busiest_bytes: sent or received by the rank that moves most, both ways.
+        moved_bytes_by_holders: the same, if owners are holders.
+        busiest_bytes: sent or received by the rank that moves most, both ways; ours.
         runs_each_holder: matrices orthogonalized, over all ranks, if each holder does it; ours are ``matrices``.
         flops: operations of the iteration, each matrix once.
         busiest_flops: of the most loaded rank; ours.
+        busiest_flops_by_holders: of the most loaded rank, if owners are holders.
         busiest_flops_each_holder: of the most loaded rank, if each holder does it.
+        rates: at which times are.
+        seconds: of a step by the model; ours.
+        seconds_by_holders: the same, if owners are holders.
     """
 
     world_size: int
     matrices: int
     straddling: int
+    moved: int
     moved_bytes: int
+    moved_bytes_by_holders: int
     busiest_bytes: int
     runs_each_holder: int
     flops: float
     busiest_flops: float
+    busiest_flops_by_holders: float
     busiest_flops_each_holder: float
+    rates: Rates
+    seconds: float
+    seconds_by_holders: float
 
     @property
     def balance(self) -> float:
@@ -89,40 +107,55 @@ class StepCost:
         return self.busiest_flops * self.world_size / self.flops
 
     @property
+    def balance_by_holders(self) -> float:
+        """Work of the most loaded rank over the mean, if owners are holders."""
+        return self.busiest_flops_by_holders * self.world_size / self.flops
+
+    @property
     def over_ours(self) -> float:
         """Work of the most loaded rank if each holder orthogonalizes, over ours."""
         return self.busiest_flops_each_holder / self.busiest_flops
 
 
-def step_cost(shapes: Shapes, world_size: int, settings: NewtonSchulz) -> StepCost:
+def step_cost(
+    shapes: Shapes, world_size: int, settings: NewtonSchulz, *, rates: Rates = RATES, normuon: bool = False
+) -> StepCost:
     """The cost of one step.
 
     Args:
         shapes: name and (rows, cols) of each matrix, in the model's order.
         world_size: ranks, at least 1.
         settings: of the iteration.
+        rates: for the times; the owners are the engine's, whatever the rates.
+        normuon: whether results travel with NorMuon's factors, in fp32.
     """
     layout = flat_layout([math.prod(shape) for _, shape in shapes], world_size)
-    plan = make_plan([shapes], [layout], world_size, settings.cost)
+    size = element_bytes(settings, normuon=normuon)
+    plan, by_holders = (
+        make_plan([shapes], [layout], world_size, settings.cost, rates=chosen_by, element_bytes=size)
+        for chosen_by in (RATES, None)
+    )
     (group,) = plan.groups
-    moved = [0] * world_size
     each_holder = [0.0] * world_size
     for matrix in group.matrices:
         for piece in matrix.slices:
             each_holder[piece.rank] += settings.cost(matrix.rows, matrix.cols)
-            if piece.rank != matrix.owner:
-                for rank in (piece.rank, matrix.owner):
-                    moved[rank] += piece.numel * (_BYTES_OUT + settings.dtype.itemsize)
     return StepCost(
         world_size=world_size,
         matrices=len(shapes),
         straddling=len(group.straddlers),
-        moved_bytes=plan.moved_elements() * (_BYTES_OUT + settings.dtype.itemsize),
-        busiest_bytes=max(moved),
+        moved=sum(matrix.moved for matrix in group.matrices),
+        moved_bytes=plan.moved_elements() * size,
+        moved_bytes_by_holders=by_holders.moved_elements() * size,
+        busiest_bytes=max(plan.moved_by_rank()) * size,
         runs_each_holder=sum(len(matrix.slices) for matrix in group.matrices),
         flops=sum(settings.cost(*shape) for _, shape in shapes),
         busiest_flops=max(plan.loads),
+        busiest_flops_by_holders=max(by_holders.loads),
         busiest_flops_each_holder=max(each_holder),
+        rates=rates,
+        seconds=plan.seconds(rates, element_bytes=size),
+        seconds_by_holders=by_holders.seconds(rates, element_bytes=size),
     )
 
 
@@ -131,18 +164,18 @@ def default_settings() -> NewtonSchulz:
     return NewtonSchulz.resolve(torch.device("cpu"), ns_dtype="float16")
 
 
-def table(costs: Sequence[StepCost], tflops: float, gigabytes: float) -> str:
-    """One line per world size, with times at a rate of the iteration and of a rank's link."""
+def table(costs: Sequence[StepCost]) -> str:
+    """One line per world size."""
     lines = [
-        f"{'ranks':>6}{'straddling':>12}{'moved MB':>10}{'busiest MB':>12}{'busiest, TFLOP':>16}{'over mean':>11}"
-        f"{'Newton-Schulz, ms':>19}{'exchange, ms':>14}{'each holder: runs':>19}{'over ours':>11}"
+        f"{'exchanged, MB:':>41}{'most loaded/mean:':>29}{'step, model, ms:':>31}{'each holder:':>27}",
+        f"{'ranks':>6}{'straddling':>12}{'moved':>7}{'by all':>16}{'busiest':>9}{'ours':>20}{'by holders':>12}"
+        f"{'ours':>19}{'by holders':>12}{'runs':>15}{'over ours':>11}",
     ]
     for cost in costs:
-        iteration = cost.busiest_flops / tflops / 1e9
-        exchange = cost.busiest_bytes / gigabytes / 1e6
         lines.append(
-            f"{cost.world_size:>6}{cost.straddling:>12}{cost.moved_bytes / 1e6:>10.0f}{cost.busiest_bytes / 1e6:>12.1f}"
-            f"{cost.busiest_flops / 1e12:>16.3f}{cost.balance:>11.2f}{iteration:>19.2f}{exchange:>14.2f}"
-            f"{cost.runs_each_holder:>19}{cost.over_ours:>11.2f}"
+            f"{cost.world_size:>6}{cost.straddling:>12}{cost.moved:>7}{cost.moved_bytes / 1e6:>16.0f}"
+            f"{cost.busiest_bytes / 1e6:>9.1f}{cost.balance:>20.2f}{cost.balance_by_holders:>12.2f}"
+            f"{1e3 * cost.seconds:>19.2f}{1e3 * cost.seconds_by_holders:>12.2f}"
+            f"{cost.runs_each_holder:>15}{cost.over_ours:>11.2f}"
         )
     return "\n".join(lines)

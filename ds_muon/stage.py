@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_muon.capture import NanCapture
-from ds_muon.exchange import StraddlerExchange
+from ds_muon.exchange import Exchange, result_dtype
 from ds_muon.normuon import RowVariance
 from ds_muon.orthogonalize import NewtonSchulz, batches, orthogonalize_batch
 from ds_muon.partition import GroupPlan, Matrix
@@ -41,7 +41,7 @@ class MuonGroup:
         beta2: float | None,
         capture: NanCapture,
     ) -> None:
-        self.exchange = StraddlerExchange(plan, rank, process_group)
+        self.exchange = Exchange(plan, rank, process_group)
         self.row_variance: RowVariance | None = None
         """Where the rows of NorMuon's state lie; None for plain Muon."""
         if beta2 is not None:
@@ -61,13 +61,13 @@ class MuonGroup:
 
         With NorMuon the rows of O are normalized, and their new variances staged, for ``commit``.
 
-        Slices of straddling matrices travel while batches of whole ones run, and their updates return while others do.
+        What travels does so while batches of what does not run, and comes back while others do.
         """
         pieces = self._pieces(partition)
-        whole = [(matrix, piece.view(matrix.rows, matrix.cols)) for matrix, piece in pieces if not matrix.straddles]
+        whole = [(matrix, piece.view(matrix.rows, matrix.cols)) for matrix, piece in pieces if not matrix.travels]
         gathering = self.exchange.gather(partition)
         inputs = whole + list(zip(self.exchange.owned, gathering.tensors, strict=True))
-        straddling: dict[int, Tensor] = {}
+        travelling: dict[int, Tensor] = {}
         if self.row_variance is not None and variance is not None:
             self.row_variance.begin(variance)
         waiting: list[Sequence[int]] = []
@@ -79,19 +79,19 @@ class MuonGroup:
             self._update([inputs[i] for i in indices], len(indices), variance, settings)
         gathering.wait()
         for indices in waiting:
-            # Indices ascend: the whole ones come first.
+            # Indices ascend: those that do not travel come first.
             count = sum(index < len(whole) for index in indices)
             outputs = self._update([inputs[i] for i in indices], count, variance, settings)
-            straddling.update(zip(indices[count:], outputs, strict=True))
-        dtype = settings.dtype if variance is None else torch.float32
-        returning = self.exchange.scatter([output for _, output in sorted(straddling.items())], partition, dtype)
+            travelling.update(zip(indices[count:], outputs, strict=True))
+        dtype = result_dtype(settings, normuon=variance is not None)
+        returning = self.exchange.scatter([output for _, output in sorted(travelling.items())], partition, dtype)
         for indices in ready[len(before) :]:
             self._update([inputs[i] for i in indices], len(indices), variance, settings)
         returning.wait()
         if self.row_variance is not None:
             self.row_variance.agree()
         # Scaled by their holders: what travels is what Newton-Schulz returned, in its own dtype.
-        to_scale = [(piece, self._scale(matrix)) for matrix, piece in pieces if matrix.straddles]
+        to_scale = [(piece, self._scale(matrix)) for matrix, piece in pieces if matrix.travels]
         if to_scale:
             torch._foreach_mul_([piece for piece, _ in to_scale], [scale for _, scale in to_scale])
 

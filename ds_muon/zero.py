@@ -21,6 +21,7 @@ from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from torch import Tensor
 
 from ds_muon.capture import NanCapture
+from ds_muon.exchange import element_bytes
 from ds_muon.guard import Findings, StepGuard, gather, raise_together
 from ds_muon.optimizer import DSMuon
 from ds_muon.orthogonalize import release
@@ -104,7 +105,14 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
                     f"expects; install deepspeed {SUPPORTED_DEEPSPEED}"
                 )
             layouts.append(layout)
-        return make_plan([self._shapes(i) for i in muon_groups], layouts, world_size, self.newton_schulz.cost)
+        normuon = self.optimizer.config.variant == "normuon"
+        return make_plan(
+            [self._shapes(i) for i in muon_groups],
+            layouts,
+            world_size,
+            self.newton_schulz.cost,
+            element_bytes=element_bytes(self.newton_schulz, normuon=normuon),
+        )
 
     # ---- gradients, as DeepSpeed's reduction leaves them --------------------------------------------------------
 

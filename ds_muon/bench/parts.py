@@ -24,7 +24,7 @@ PARTS = {
     "flatten": "averaged gradients to one fp32 tensor per group",
     "norm": "norm of the gradients, summed over the ranks",
     "momentum": "momentum and blend",
-    "exchange": "straddling matrices to their owners and back",
+    "exchange": "travelling matrices to their owners and back",
     "newton_schulz": "Newton-Schulz",
     "write": "updates into the partition, scaled (NorMuon: its rows)",
     "decide": "the ranks agree, the host waits",

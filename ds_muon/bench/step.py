@@ -12,7 +12,7 @@ sources, as bytes), same order. What a config does not name is DeepSpeed's defau
     resident       memory that building the engine added and that stays after its first steps; the rank with most
     peak           the most that was allocated in its iterations, less what the other engines hold; the rank with most
     on the wire    bytes sent by all ranks in one iteration: a ring's for the gradients' all-reduce and for the
-                   all-gather of the weights, from the parameter counts; the exchange of straddling matrices, by the
+                   all-gather of the weights, from the parameter counts; the exchange of travelling matrices, by the
                    plan
 
 DSMuon's parts come from iterations of their own, after the others, in which the device is idle whenever a part begins
@@ -439,7 +439,7 @@ def _part_lines(name: str, parts: Parts, matmul: str) -> Iterator[str]:
     )
     exchange = f"exchange {parts.sent_bytes / 1e6:.2f} MB, planned {parts.planned_bytes / 1e6:.2f} MB"
     over_plan = parts.comparison()["exchange_over_plan"]
-    yield f"  {exchange}" + (": no matrix straddles" if over_plan is None else f": {over_plan:.2f} times")
+    yield f"  {exchange}" + (": no matrix travels" if over_plan is None else f": {over_plan:.2f} times")
 
 
 def _draw(path: Path, task: Task, found: Run) -> None:

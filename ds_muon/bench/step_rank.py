@@ -29,6 +29,7 @@ from ds_muon import planner
 from ds_muon.bench.clock import Yardstick, synchronize
 from ds_muon.bench.parts import PARTS, Recorder, instrumented
 from ds_muon.bench.step import CANDIDATES, Candidate, Measured, Parts, RankParts, Run, Task, Wire
+from ds_muon.exchange import element_bytes
 from ds_muon.launch import finish, say_why
 from ds_muon.verify.gpt import GPT, GPTConfig
 from ds_muon.verify.subject import draw_windows, standard_library
@@ -156,7 +157,8 @@ class Contender:
                     self.engine.step()
                 iterations.append((sum(recorder.ms.values()), {part: recorder.ms[part] for part in PARTS}))
         settings, world_size = self.engine.optimizer.newton_schulz, dist.get_world_size()
-        plan = planner.step_cost(planner.gpt(task.layers, task.width), world_size, settings)
+        normuon = self.engine.optimizer.optimizer.config.variant == "normuon"
+        plan = planner.step_cost(planner.gpt(task.layers, task.width), world_size, settings, normuon=normuon)
         rate = yardstick.rate(statistics.median(matmuls)) / 1e12
         self.parts = (
             RankParts(*_middle_half(iterations[1:]), recorder.sent_bytes, rate),
@@ -216,8 +218,8 @@ def _wire(engine: Any) -> Wire:
     elements = sum(p.numel() for p in engine.module.parameters())
     exchange = 0
     if hasattr(zero, "muon_groups"):
-        back = 4 if zero.optimizer.config.variant == "normuon" else zero.newton_schulz.dtype.itemsize
-        exchange = zero.plan.moved_elements() * (4 + back)
+        normuon = zero.optimizer.config.variant == "normuon"
+        exchange = zero.plan.moved_elements() * element_bytes(zero.newton_schulz, normuon=normuon)
     # A ring all-reduce is a reduce-scatter and an all-gather; in each, a rank sends all pieces but one.
     reduction = 2 * others * elements * zero.communication_data_type.itemsize
     return Wire(reduction, others * elements * next(engine.module.parameters()).element_size(), exchange)

@@ -446,8 +446,8 @@ def _cuts(record: UpdateRecord, y: float) -> Iterator[Line]:
 
 
 def _owner(record: UpdateRecord, baseline: float) -> Iterator[Shape]:
-    """Who orthogonalizes a straddling matrix; one that does not straddle is its holder's."""
-    if not record.straddles:
+    """Who orthogonalizes a matrix that travels; another one is its holder's."""
+    if not record.straddles and not record.travels:
         return
     if record.owner is None:
         text = "cut, elementwise" if record.half == "adamw" else "cut, owner not told"

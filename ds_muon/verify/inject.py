@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_muon.exchange import Transfer
 from ds_muon.orthogonalize import orthogonalize
 from ds_muon.partition import GroupPlan, Matrix, Slice
 from ds_muon.update import advance_row_variance, update_scale
@@ -192,15 +193,17 @@ def _padding(zero: Any, replace: _Replace) -> None:
     for group in zero.muon_groups:
 
         def gather(
-            original: Callable[[Tensor], list[Tensor]], partition: Tensor, owned: Any = group.exchange.owned
-        ) -> list[Tensor]:
-            matrices = original(partition)
-            for matrix, whole in zip(owned, matrices, strict=True):
+            original: Callable[[Tensor], Transfer], partition: Tensor, owned: Any = group.exchange.owned
+        ) -> Transfer:
+            transfer = original(partition)
+            for matrix, whole in zip(owned, transfer.wait(), strict=True):
+                if not matrix.straddles:
+                    continue
                 flat, cut = whole.view(-1), matrix.slices[1].start
                 padding = min(_PADDING, flat.numel() - cut)
                 flat[cut + padding :] = flat[cut : flat.numel() - padding].clone()
                 flat[cut : cut + padding] = 0
-            return matrices
+            return transfer
 
         replace("gather", gather, group.exchange)
 

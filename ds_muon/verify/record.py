@@ -86,6 +86,11 @@ class UpdateRecord:
         return len(self.cuts) > 1
 
     @property
+    def travels(self) -> bool:
+        """Whether it is orthogonalized on another rank than its only holder; False where no owner is told."""
+        return self.owner is not None and self.holders != (self.owner,)
+
+    @property
     def comparisons(self) -> dict[str, Comparison]:
         """All that were made, by the name of their attribute."""
         every = {name: getattr(self, name) for name in ("against_fp64", "against_same_dtype", "gradient", "state")}

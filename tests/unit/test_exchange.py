@@ -1,8 +1,9 @@
-"""Straddling matrices reach their owner whole and come back in the right places, and nothing else is touched."""
+"""Travelling matrices reach their owner whole and come back in the right places, and nothing else is touched."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -13,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from ds_muon import flat_layout, make_plan
-from ds_muon.exchange import StraddlerExchange
+from ds_muon.exchange import Exchange
 from ds_muon.partition import GroupPlan
 from tests.unit.ranks import run_ranks
 
@@ -32,10 +33,12 @@ CASES = {
 }
 
 
-def group_plan(shapes: list[Shape], world_size: int, **options: Any) -> GroupPlan:
+def group_plan(shapes: list[Shape], world_size: int, *, turn: int = 0, **options: Any) -> GroupPlan:
+    """With ``turn``, so many ranks after the planned one own each matrix, holders or not."""
     layout = flat_layout([math.prod(shape) for shape in shapes], world_size, **options)
     named = [(f"p{i}", shape) for i, shape in enumerate(shapes)]
-    return make_plan([named], [layout], world_size, lambda rows, cols: rows * cols).groups[0]
+    plan = make_plan([named], [layout], world_size, lambda rows, cols: rows * cols).groups[0]
+    return replace(plan, matrices=tuple(replace(m, owner=(m.owner + turn) % world_size) for m in plan.matrices))
 
 
 def flat_values(plan: GroupPlan, dtype: torch.dtype, seed: int) -> Tensor:
@@ -77,12 +80,12 @@ def there_and_back(shapes: list[Shape], sent: str, returned: str, options: dict[
     target = torch.full((plan.partition_size,), math.nan, device=device)
     expected = torch.full((plan.partition_size,), math.nan)
     for matrix, piece in plan.held(rank):
-        if matrix.straddles:
+        if matrix.travels:
             expected[piece.offset :][: piece.numel] = results[own][piece.offset :][: piece.numel].float()
 
     names = ["all_to_all_single", "all_to_all", "all_gather", "all_reduce", "broadcast", "send", "recv", "barrier"]
     with mock.patch.multiple(dist, **{name: mock.Mock(wraps=getattr(dist, name)) for name in names}):
-        exchange = StraddlerExchange(plan, rank, group)
+        exchange = Exchange(plan, rank, group)
         gathered = exchange.gather(partition).wait()
         outputs = [wholes(plan, results)[matrix.name].to(device) for matrix in exchange.owned]
         # Results of tall matrices are transposed views.
@@ -91,7 +94,7 @@ def there_and_back(shapes: list[Shape], sent: str, returned: str, options: dict[
         exchange.scatter(outputs, target, getattr(torch, returned)).wait()
         calls = sum(getattr(dist, name).call_count for name in names)
 
-    assert exchange.owned == plan.owned_straddlers(rank)
+    assert exchange.owned == plan.owned_travellers(rank)
     for matrix, whole in zip(exchange.owned, gathered, strict=True):
         assert whole.shape == (matrix.rows, matrix.cols) and whole.dtype == partition.dtype
         assert torch.equal(whole.cpu(), wholes(plan, flat)[matrix.name]), matrix.name
@@ -106,10 +109,21 @@ def there_and_back(shapes: list[Shape], sent: str, returned: str, options: dict[
 @pytest.mark.parametrize("case", CASES)
 def test_matrices_arrive_whole_and_results_land_in_their_slices(case: str, world_size: int) -> None:
     calls = run_ranks(world_size, there_and_back, CASES[case], "float32", "float32", {})
-    straddles = bool(group_plan(CASES[case], world_size).straddlers)
-    assert straddles == (case != "nothing_straddles")
-    # One collective each way, on every rank, also one that holds nothing; none where nothing straddles.
-    assert calls == [2 if straddles else 0] * world_size
+    travels = bool(group_plan(CASES[case], world_size).travellers)
+    assert travels == (case != "nothing_straddles")
+    # One collective each way, on every rank, also one that holds nothing; none where nothing travels.
+    assert calls == [2 if travels else 0] * world_size
+
+
+@pytest.mark.parametrize("turn", [1, 2])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_an_owner_may_hold_nothing_of_a_matrix(case: str, world_size: int, turn: int) -> None:
+    calls = run_ranks(world_size, there_and_back, CASES[case], "float32", "float16", {"turn": turn})
+    plan = group_plan(CASES[case], world_size, turn=turn)
+    assert calls == [2 if plan.travellers else 0] * world_size
+    if case == "nothing_straddles":
+        assert all(matrix.moved for matrix in plan.matrices) == (turn < world_size)
 
 
 @pytest.mark.parametrize("returned", DTYPES)
@@ -129,7 +143,7 @@ def test_a_group_within_the_world_counts_its_own_ranks() -> None:
 
 def test_the_cases_include_ranks_that_hold_or_own_nothing() -> None:
     padding = group_plan(CASES["padding_only"], 4)
-    assert padding.held(3) == () and [bool(padding.owned_straddlers(rank)) for rank in range(4)].count(True) == 1
+    assert padding.held(3) == () and [bool(padding.owned_travellers(rank)) for rank in range(4)].count(True) == 1
     single = group_plan(CASES["all_hold_a_piece_of_one"], 4)
     assert all(single.held(rank) for rank in range(4)) and len(single.straddlers) == 1
 
@@ -137,7 +151,7 @@ def test_the_cases_include_ranks_that_hold_or_own_nothing() -> None:
 def exchange_twice(shapes: list[Shape]) -> None:
     rank = dist.get_rank()
     plan = group_plan(shapes, dist.get_world_size())
-    exchange = StraddlerExchange(plan, rank, None)
+    exchange = Exchange(plan, rank, None)
     own = slice(rank * plan.partition_size, (rank + 1) * plan.partition_size)
     device = torch.device(get_accelerator().current_device_name())
     first, second = (flat_values(plan, torch.float32, seed) for seed in (1, 2))
@@ -155,7 +169,7 @@ def test_a_later_exchange_leaves_the_results_of_an_earlier_one_alone() -> None:
 def scatter_too_few() -> str:
     plan = group_plan([(6, 6)], 2)
     try:
-        StraddlerExchange(plan, 0, None).scatter([], torch.zeros(plan.partition_size), torch.float32)
+        Exchange(plan, 0, None).scatter([], torch.zeros(plan.partition_size), torch.float32)
     except ValueError as error:
         return str(error)
     return ""

@@ -337,6 +337,15 @@ def test_only_straddling_matrices_are_marked_with_their_owner() -> None:
     assert page(untold).texts("^cut") == ["cut, owner not told", "cut, elementwise"]
 
 
+def test_a_whole_matrix_is_marked_with_an_owner_that_does_not_hold_it() -> None:
+    whole = next(r for r in sample().records if r.half == "muon" and not r.straddles)
+    other = 1 - whole.holders[0]
+    assert not whole.travels and replace(whole, owner=other).travels and not replace(whole, owner=None).travels
+    before = page(sample()).texts("^owner:")
+    after = page(changed(sample(), whole.name, owner=other)).texts("^owner:")
+    assert sorted(after) == sorted([*before, f"owner: rank {other}"])
+
+
 def test_one_rank_cuts_nothing(tmp_path: Path) -> None:
     result = sample(world_size=1)
     parsed = page(result)
