@@ -351,9 +351,12 @@ def _chart(text: str) -> Path:
 
 def _json_object(text: str) -> dict[str, Any]:
     try:
-        return dict(json.loads(text))
-    except (TypeError, ValueError):
-        raise argparse.ArgumentTypeError(f'{text}: not a JSON object; write \'{{"nan_guard": "skip"}}\'') from None
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f'{text}: not a JSON object; write \'{{"nan_guard": "skip"}}\'')
+    return found
 
 
 def _rate(text: str) -> float:

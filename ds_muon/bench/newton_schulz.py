@@ -97,7 +97,7 @@ class Row:
 
     def _lead(self, times: Sequence[tuple[str, float]]) -> float | None:
         ours = [ms for name, ms in times if name.startswith("ds_muon")]
-        peers = [ms for name, ms in times if not name.startswith("ds_muon")]
+        peers = [ms for name, ms in times if not name.startswith(("ds_muon", "torch,"))]
         return min(peers) / min(ours) if ours and peers else None
 
 

@@ -174,7 +174,8 @@ def uses_gram(rows: int, cols: int, method: str) -> bool:
     """``"gram"`` pays from twice as long as wide on, for large matrices from 1.5 times: measured on H100 in fp16.
 
     The operations are equal in number at ``rows == cols``, but more of those of the Gram form are small products. Where
-    the standard form is faster it is as accurate.
+    the standard form is faster it is as accurate. Up to 16 rows the Gram form is not: of random matrices with 4 rows
+    and condition numbers from 10 to 1e4 one in seven was off by more than 0.01 in fp16, of those with 24 or 32 none.
     """
     m, n = sorted((rows, cols))
-    return method == "gram" and n >= (1.5 if m >= 1536 else 2) * m
+    return method == "gram" and m > 16 and n >= (1.5 if m >= 1536 else 2) * m

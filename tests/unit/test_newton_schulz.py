@@ -177,6 +177,15 @@ def test_rank_deficient_matrices_stay_within_the_same_bounds_in_half_precision(
             assert error <= bound + 2 * rounding, (rows, cols, error, rounding)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_small_matrices_keep_to_the_tolerance_in_half_precision(dtype: str) -> None:
+    # In the Gram form several of these are not: (4, 16) with seed 116 is off by 0.08 in fp16.
+    cases = [((4, 16), 100, 116), ((6, 12), 100, 114), ((5, 320), 10, 120)]
+    cases += [(shape, 100, seed) for shape in [(4, 8), (8, 64), (16, 32), (20, 40)] for seed in range(20)]
+    for shape, condition, seed in cases:
+        assert_accurate(log_uniform(*shape, condition, seed), dtype, "gram")
+
+
 def test_custom_triples_match_the_reference() -> None:
     triples = [(3.0, -3.2, 1.2), (1.5, -0.5, 0.0), (1.875, -1.25, 0.375)]
     for rows, cols in [(17, 17), (24, 40), (40, 24)]:
@@ -490,10 +499,10 @@ def test_an_unknown_setting_is_refused_with_its_name_and_value(setting: dict[str
 def test_five_steps_cost_20_m3_for_squares_and_with_one_restart_14_m3_and_6_m2_n_for_wide_ones() -> None:
     settings = NewtonSchulz.resolve(CPU, ns_dtype="float16")
     assert settings.cost(64, 64) == 20 * 64**3
-    for m, n in [(64, 128), (7, 1000), (128, 512), (2048, 3072)]:
+    for m, n in [(64, 128), (17, 1000), (128, 512), (2048, 3072)]:
         assert settings.cost(m, n) == settings.cost(n, m) == 14 * m**3 + 6 * m * m * n
         assert settings.form(m, n) == settings.form(n, m) == "gram"
-    for m, n in [(64, 65), (64, 127), (1024, 2047), (2048, 3071)]:
+    for m, n in [(16, 1000), (64, 65), (64, 127), (1024, 2047), (2048, 3071)]:
         assert settings.cost(m, n) == settings.cost(n, m) == 5 * (m**3 + 3 * m * m * n)
         assert settings.form(m, n) == settings.form(n, m) == "standard"
     for m, n in [(64, 128), (7, 1000), (128, 512)]:
@@ -530,7 +539,7 @@ class Counting(TorchOperations):
 def test_the_cost_is_the_operations_that_are_done(table: str, method: str, dtype: str) -> None:
     for steps in range(1, 9):
         settings = NewtonSchulz.resolve(CPU, ns_dtype=dtype, ns_method=method, ns_coefficients=table, ns_steps=steps)
-        for m, n in [(16, 16), (16, 48)]:
+        for m, n in [(16, 16), (24, 64)]:
             ops = Counting()
             iterate = newton_schulz.gram if newton_schulz.uses_gram(m, n, method) else newton_schulz.standard
             iterate(torch.empty(1, m, n, dtype=settings.dtype, device="meta"), settings.triples, ops)
