@@ -134,22 +134,25 @@ def orthogonalize_batch(matrices: Sequence[Tensor], settings: NewtonSchulz) -> T
 
     Returns:
         (batch, rows, cols) of dtype ``settings.dtype``. The next call may overwrite it.
+
+    Raises:
+        ValueError: the matrices differ in shape or device, or are not fp32.
     """
     rows, cols = matrices[0].shape
+    if any(m.shape != (rows, cols) or m.dtype != torch.float32 or m.device != matrices[0].device for m in matrices):
+        raise ValueError(f"orthogonalize_batch takes fp32 matrices of one shape on one device, here ({rows}, {cols})")
     backend = BACKENDS[settings.backend]()
     form = settings.form(rows, cols)
     iterate = newton_schulz.gram if form == "gram" else newton_schulz.standard
+    iteration = newton_schulz.Iteration(
+        lambda x, other: iterate(x, settings.triples, backend, other),
+        newton_schulz.passes(settings.triples, settings.dtype, form),
+        key=(form, settings),
+        dtype=settings.dtype,
+        eps=settings.eps,
+        flops=len(matrices) * settings.cost(rows, cols),
+    )
     exact = exact_products() if settings.dtype == torch.float32 else nullcontext()
     # The iteration has its own dtype: a caller's autocast must not choose another.
-    if any(m.shape != (rows, cols) or m.dtype != torch.float32 or m.device != matrices[0].device for m in matrices):
-        raise ValueError(f"orthogonalize_batch takes fp32 matrices of one shape on one device, here ({rows}, {cols})")
     with torch.no_grad(), torch.autocast(matrices[0].device.type, enabled=False), exact:
-        return backend.run(
-            matrices,
-            lambda x, other: iterate(x, settings.triples, backend, other),
-            passes=newton_schulz.passes(settings.triples, settings.dtype, form),
-            key=(form, settings),
-            dtype=settings.dtype,
-            eps=settings.eps,
-            flops=len(matrices) * settings.cost(rows, cols),
-        )
+        return backend.run(matrices, iteration)

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from ds_muon.orthogonalize.newton_schulz import Operations, gram, passes
+from ds_muon.orthogonalize.newton_schulz import Iteration, Operations, gram, passes
 from ds_muon.orthogonalize.torch_backend import TorchOperations, exact_products
 
 _LOGGER = logging.getLogger(__name__)
@@ -89,8 +89,7 @@ def _trial(device: torch.device, dtype: torch.dtype) -> str | None:
         def iterate(x: Tensor, other: Tensor | None) -> Tensor:
             return gram(x, triples, ops, other)
 
-        count = passes(triples, dtype, "gram")
-        return ops.run(matrices, iterate, passes=count, key="trial", dtype=dtype, eps=0.0, flops=0)
+        return ops.run(matrices, Iteration(iterate, passes(triples, dtype, "gram"), "trial", dtype, eps=0.0, flops=0))
 
     try:
         ops = _triton()

@@ -11,7 +11,8 @@ half-precision operands accumulate in fp32, unless the user has allowed torch le
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -31,6 +32,27 @@ Iterate = Callable[[Tensor, Tensor | None], Tensor]
 """``standard`` or ``gram`` with all but X and the memory to work in settled."""
 
 
+@dataclass(frozen=True)
+class Iteration:
+    """An iteration on a batch of matrices, as a backend gets it.
+
+    Attributes:
+        iterate: gets X, transposed where that is wide, and memory to work in or None.
+        passes: how often ``iterate`` multiplies X.
+        key: says which iteration ``iterate`` is.
+        dtype: of the iteration.
+        eps: guards the division by a zero norm, and nothing else.
+        flops: of the batch.
+    """
+
+    iterate: Iterate
+    passes: int
+    key: Hashable
+    dtype: torch.dtype
+    eps: float
+    flops: int
+
+
 class Operations(Protocol):
     """A backend: three products, and what comes before and around them. No operand is modified.
 
@@ -46,32 +68,14 @@ class Operations(Protocol):
     def workspace(self, rows: int, cols: int, dtype: torch.dtype) -> int:
         """Bytes that ``run`` allocates for each (rows, cols) matrix of a batch, its result included."""
 
-    def run(
-        self,
-        matrices: Sequence[Tensor],
-        iterate: Iterate,
-        *,
-        passes: int,
-        key: object,
-        dtype: torch.dtype,
-        eps: float,
-        flops: int,
-    ) -> Tensor:
+    def run(self, matrices: Sequence[Tensor], iteration: Iteration) -> Tensor:
         """Normalize the matrices, (rows, cols) in fp32 each, and iterate on them as one batch.
 
         Each is divided by its largest magnitude, then by its Frobenius norm. The first division keeps the squares of
         the second in range, so that U and c U give the same result for any scale fp32 can hold.
 
-        Args:
-            iterate: gets X, transposed where that is wide, and memory to work in or None.
-            passes: how often ``iterate`` multiplies X.
-            key: says which iteration ``iterate`` is.
-            dtype: of the iteration.
-            eps: guards the division by a zero norm, and nothing else.
-            flops: of the batch.
-
         Returns:
-            (batch, rows, cols) of ``dtype``, in storage that shares nothing with ``matrices``.
+            (batch, rows, cols) of the iteration's dtype, in storage that shares nothing with ``matrices``.
         """
 
     def release(self) -> None:

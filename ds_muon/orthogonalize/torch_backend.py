@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ds_muon.orthogonalize.coefficients import Triple
-from ds_muon.orthogonalize.newton_schulz import Iterate
+from ds_muon.orthogonalize.newton_schulz import Iteration
 
 
 class TorchOperations:
@@ -26,19 +26,10 @@ class TorchOperations:
         # A copy in fp32, one in fp64 for the norm; X before and after, and four of the size of the Gram matrix.
         return 12 * m * n + dtype.itemsize * (2 * m * n + 4 * m * m)
 
-    def run(
-        self,
-        matrices: Sequence[Tensor],
-        iterate: Iterate,
-        *,
-        passes: int,
-        key: object,
-        dtype: torch.dtype,
-        eps: float,
-        flops: int,
-    ) -> Tensor:
-        x = normalize(matrices, dtype, eps)
-        return iterate(x.mT, None).mT if x.shape[1] > x.shape[2] else iterate(x, None)
+    def run(self, matrices: Sequence[Tensor], iteration: Iteration) -> Tensor:
+        x = normalize(matrices, iteration.dtype, iteration.eps)
+        tall = x.shape[1] > x.shape[2]
+        return iteration.iterate(x.mT, None).mT if tall else iteration.iterate(x, None)
 
     def release(self) -> None:
         """Nothing is kept."""

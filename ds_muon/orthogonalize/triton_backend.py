@@ -19,7 +19,7 @@ from ds_muon.launching import addresses_of, ceil_div, on
 from ds_muon.orthogonalize import triton_kernels
 from ds_muon.orthogonalize.coefficients import Triple
 from ds_muon.orthogonalize.graphs import GraphCache, overlapped
-from ds_muon.orthogonalize.newton_schulz import Iterate
+from ds_muon.orthogonalize.newton_schulz import Iteration
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -143,32 +143,23 @@ class TritonOperations:
         m = min(rows, cols)
         return dtype.itemsize * (2 * rows * (cols + 8) + 4 * m * (m + 8))
 
-    def run(
-        self,
-        matrices: Sequence[Tensor],
-        iterate: Iterate,
-        *,
-        passes: int,
-        key: object,
-        dtype: torch.dtype,
-        eps: float,
-        flops: int,
-    ) -> Tensor:
+    def run(self, matrices: Sequence[Tensor], iteration: Iteration) -> Tensor:
         matrices = [matrix.contiguous() for matrix in matrices]
         device, shape = matrices[0].device, tuple(matrices[0].shape)
         batch, rows, cols = len(matrices), *shape
         addresses, aligned = addresses_of(matrices)
+        dtype = iteration.dtype
         pitch = _pitch(cols, dtype)
 
         def shaped(result: Tensor) -> Tensor:
             return result.view(dtype).view(batch, rows, pitch)[..., :cols]
 
         def work(addresses: Tensor, result: Tensor) -> None:
-            _orthogonalize(addresses, shaped(result), aligned, eps, iterate, passes)
+            _orthogonalize(addresses, shaped(result), aligned, iteration)
 
-        key = (key, device, batch, shape, aligned, dtype, eps)
+        key = (iteration.key, device, batch, shape, aligned, dtype, iteration.eps)
         nbytes = batch * rows * pitch * dtype.itemsize
-        return shaped(self._graphs.run(key, addresses, nbytes, work, flops))
+        return shaped(self._graphs.run(key, addresses, nbytes, work, iteration.flops))
 
     def release(self) -> None:
         self._graphs.clear()
@@ -195,7 +186,7 @@ class TritonOperations:
         return self.product(self.polynomial(r, (0.0, b, c)), x, out).add_(x, alpha=a)
 
 
-def _orthogonalize(addresses: Tensor, result: Tensor, aligned: bool, eps: float, iterate: Iterate, passes: int) -> None:
+def _orthogonalize(addresses: Tensor, result: Tensor, aligned: bool, iteration: Iteration) -> None:
     """Normalize the matrices at ``addresses`` and iterate on them; see ``newton_schulz.Operations.run``.
 
     Args:
@@ -207,13 +198,13 @@ def _orthogonalize(addresses: Tensor, result: Tensor, aligned: bool, eps: float,
     def load(addresses: Tensor, result: Tensor) -> tuple[Tensor, Tensor]:
         # The passes write to both in turns, and the last one to the result.
         other = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=result.device)
-        x, other = (other, result) if passes % 2 else (result, other)
-        normalize(addresses, x, eps, aligned=aligned)
+        x, other = (other, result) if iteration.passes % 2 else (result, other)
+        normalize(addresses, x, iteration.eps, aligned=aligned)
         return x, other
 
     def multiply(memory: tuple[Tensor, Tensor]) -> None:
         x, other = memory
-        iterate(x.mT if rows > cols else x, other.mT if rows > cols else other)
+        iteration.iterate(x.mT if rows > cols else x, other.mT if rows > cols else other)
 
     pairs = zip(addresses.tensor_split(parts), result.tensor_split(parts), strict=True)
     overlapped([(partial(load, *pair), multiply) for pair in pairs], result.device)

@@ -36,7 +36,8 @@ def _kernels(device: torch.device) -> ModuleType | None:
         return None
     try:
         from ds_muon.passes import triton_passes
-    except Exception:  # no Triton, or one that cannot take the kernels
+    except Exception as error:  # no Triton, or one that cannot take the kernels
+        _LOGGER.warning("the passes of a step run on torch's operations, several for each: %s", error)
         return None
     return triton_passes
 
