@@ -130,7 +130,7 @@ def _in_batches(matrices: Sequence[Tensor], settings: NewtonSchulz) -> Tensor:
     first = None
     for indices in batches(matrices, settings):
         outputs = orthogonalize_batch([matrices[i] for i in indices], settings)
-        # The next batch may overwrite it.
+        # It may keep the memory of the whole batch.
         first = outputs[0].clone() if first is None else first
     assert first is not None
     return first

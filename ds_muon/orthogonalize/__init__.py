@@ -103,10 +103,10 @@ def orthogonalize(matrices: Sequence[Tensor], settings: NewtonSchulz) -> list[Te
     own; in half precision on GPUs that rests on the vendor's batched product (see the README for where it holds).
     """
     outputs: dict[int, Tensor] = {}
-    lent = BACKENDS[settings.backend]().lends
+    compact = BACKENDS[settings.backend]().compact
     for indices in batches(matrices, settings):
         batch = orthogonalize_batch([matrices[i] for i in indices], settings)
-        batch = batch.clone() if lent else batch
+        batch = batch if compact else batch.clone()
         outputs.update(zip(indices, batch.unbind(), strict=True))
     return [outputs[index] for index in range(len(matrices))]
 
@@ -118,7 +118,8 @@ def batches(matrices: Sequence[Tensor], settings: NewtonSchulz) -> Iterator[Sequ
     for index, matrix in enumerate(matrices):
         by_shape.setdefault(matrix.shape, []).append(index)
     for (rows, cols), indices in by_shape.items():
-        limit = max(1, WORKSPACE_BYTES // backend.workspace(rows, cols, settings.dtype))
+        squares = newton_schulz.squares(settings.form(rows, cols))
+        limit = max(1, WORKSPACE_BYTES // backend.workspace(rows, cols, settings.dtype, squares))
         alone = backend.alone(matrices[indices[0]].device, settings.dtype)
         chunks = len(indices) if alone else -(-len(indices) // limit)
         for chunk in range(chunks):
@@ -133,7 +134,7 @@ def orthogonalize_batch(matrices: Sequence[Tensor], settings: NewtonSchulz) -> T
         settings: see ``NewtonSchulz``.
 
     Returns:
-        (batch, rows, cols) of dtype ``settings.dtype``. The next call may overwrite it.
+        (batch, rows, cols) of dtype ``settings.dtype``, which may keep the memory of the whole iteration alive.
 
     Raises:
         ValueError: the matrices differ in shape or device, or are not fp32.
@@ -145,8 +146,9 @@ def orthogonalize_batch(matrices: Sequence[Tensor], settings: NewtonSchulz) -> T
     form = settings.form(rows, cols)
     iterate = newton_schulz.gram if form == "gram" else newton_schulz.standard
     iteration = newton_schulz.Iteration(
-        lambda x, other: iterate(x, settings.triples, backend, other),
+        lambda ops, x, other: iterate(x, settings.triples, ops, other),
         newton_schulz.passes(settings.triples, settings.dtype, form),
+        newton_schulz.squares(form),
         key=(form, settings),
         dtype=settings.dtype,
         eps=settings.eps,

@@ -10,20 +10,20 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from ds_muon.orthogonalize.newton_schulz import Iteration, Operations, gram, passes
+from ds_muon.orthogonalize.newton_schulz import Backend, Iteration, Operations, gram, passes, squares
 from ds_muon.orthogonalize.torch_backend import TorchOperations, exact_products
 
 _LOGGER = logging.getLogger(__name__)
 
 
 @cache
-def _triton() -> Operations:
-    from ds_muon.orthogonalize.triton_backend import TritonOperations
+def _triton() -> Backend:
+    from ds_muon.orthogonalize.triton_backend import TritonBackend
 
-    return TritonOperations()
+    return TritonBackend()
 
 
-BACKENDS: dict[str, Callable[[], Operations]] = {"torch": TorchOperations, "triton": _triton}
+BACKENDS: dict[str, Callable[[], Backend]] = {"torch": TorchOperations, "triton": _triton}
 
 
 def choose_backend(ns_backend: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -85,16 +85,17 @@ def _trial(device: torch.device, dtype: torch.dtype) -> str | None:
     matrices = list(torch.randn(2, 64, 160, generator=generator).to(device).unbind())
     triples = [(3.4445, -4.7750, 2.0315)] * 3
 
-    def by(ops: Operations, dtype: torch.dtype) -> Tensor:
-        def iterate(x: Tensor, other: Tensor | None) -> Tensor:
+    def by(backend: Backend, dtype: torch.dtype) -> Tensor:
+        def iterate(ops: Operations, x: Tensor, other: Tensor | None) -> Tensor:
             return gram(x, triples, ops, other)
 
-        return ops.run(matrices, Iteration(iterate, passes(triples, dtype, "gram"), "trial", dtype, eps=0.0, flops=0))
+        counts = passes(triples, dtype, "gram"), squares("gram")
+        return backend.run(matrices, Iteration(iterate, *counts, "trial", dtype, eps=0.0, flops=0)).float()
 
     try:
         ops = _triton()
-        # Launched, captured in a graph, replayed.
-        found = [by(ops, dtype).float() for _ in range(3)][-1]
+        # Launched, captured in a graph, replayed: the memory to work in is the same every time.
+        found = [by(ops, dtype) for _ in range(3)][-1]
         with exact_products():
             expected = by(TorchOperations(), torch.float32)
         error = float((found - expected).norm() / expected.norm())
@@ -105,7 +106,7 @@ def _trial(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def release() -> None:
-    """Give back memory that backends keep from one batch to the next."""
+    """Forget what backends keep from one batch to the next."""
     if _triton.cache_info().currsize:
         _triton().release()
 

@@ -1,12 +1,15 @@
 """CUDA graphs of the iteration, for batches whose launches take the host longer than the GPU needs for the work.
 
-A graph is captured the second time that a kind of batch comes by, and replayed from then on. It is the same kernels on
-the same numbers: the results are the same, bit for bit. Parts of a batch run on streams of their own.
+A graph works in memory that is allocated for each batch and given back after it: between steps, nothing is kept for it.
+Torch's allocator hands out the same addresses in every step of a training run. A graph is captured the second time that
+a kind of batch comes by at an address, and replayed there from then on. It is the same kernels on the same numbers: the
+results are the same, bit for bit. Parts of a batch run on streams of their own.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -18,105 +21,105 @@ _LOGGER = logging.getLogger(__name__)
 
 # Floating-point operations of a batch up to which a graph pays: about 4 ms of an H100.
 _FEW = 3_000_000_000_000
-# Kinds of batches that get one.
+# Kinds of batches and addresses that get a graph, those used last; and that are remembered.
 _MOST_GRAPHS = 64
+_MOST_SEEN = 1024
 
 Work = Callable[[Tensor, Tensor], object]
 
 
 class GraphCache:
-    """Graphs by kind of batch.
-
-    All of them share the memory of their temporaries, which stays allocated for the largest batch, and that of their
-    results, at most four times the largest one: powers of two, of which each is kept for the graphs that began with it.
-    """
+    """Graphs by kind of batch and the address at which it is worked on."""
 
     def __init__(self) -> None:
         self._begin()
 
     def clear(self) -> None:
-        """Begin anew, and give all memory back. Results that were lent are lost. Waits for the device."""
+        """Begin anew. Waits for the device."""
         if self._graphs:
             torch.cuda.synchronize()
         self._begin()
 
     def _begin(self) -> None:
-        self._graphs: dict[Hashable, _Graph] = {}
-        self._seen: set[Hashable] = set()
+        self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
+        self._seen: OrderedDict[Hashable, None] = OrderedDict()
         self._uncapturable: set[Hashable] = set()
-        self._results: dict[torch.device, Tensor] = {}
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
 
-    def run(self, key: Hashable, source: Tensor, nbytes: int, work: Work, flops: int) -> Tensor:
-        """``work(source, result)``, through a graph if that pays; returns ``result``.
+    def run(self, key: Hashable, source: Tensor, memory: Tensor, work: Work, flops: int) -> None:
+        """``work(source, memory)``, through a graph if that pays.
 
         Args:
-            key: all that ``work`` depends on but the values of ``source``.
+            key: all that ``work`` depends on but the values of ``source`` and the address of ``memory``.
             source: small; not modified.
-            nbytes: of the result.
-            work: writes to ``result``, (nbytes,) uint8.
+            memory: to work in and for the result.
+            work: allocates next to nothing.
             flops: of the batch.
-
-        Returns:
-            What may be overwritten in the next call.
         """
-        few = source.is_cuda and flops <= _FEW and key not in self._uncapturable
-        graph = self._graphs.get(key) if few else None
-        if graph is None and not (few and key in self._seen and len(self._graphs) < _MOST_GRAPHS):
+        if not source.is_cuda or flops > _FEW or key in self._uncapturable:
+            work(source, memory)
+            return
+        place = key, memory.data_ptr()
+        graph = self._graphs.get(place)
+        if graph is None and not _remember(self._seen, place, None, _MOST_SEEN):
             # What comes once, as in a test, is worth no graph; and this compiles the kernels.
-            self._seen.add(key)
-            result = torch.empty(nbytes, dtype=torch.uint8, device=source.device)
-            work(source, result)
-            return result
-        stream = torch.cuda.current_stream(source.device)
-        if self._stream is not None and self._stream != stream:
-            stream.wait_stream(self._stream)  # graphs share their memory
-        self._stream = stream
+            work(source, memory)
+            return
         if graph is None:
-            if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
             try:
-                graph = _Graph(source, self._memory(source.device, nbytes), work, self._pool)
+                graph = _Graph(source, memory, work, self._shared_pool())
             except RuntimeError as error:  # such as no memory for it: a fault of the work shows without a graph, too
                 _LOGGER.warning("a Newton-Schulz batch goes without a CUDA graph: %s", error)
                 self._uncapturable.add(key)
-                if not self._graphs:
-                    self._pool = None  # torch takes no capture into a pool that has lost its only graph
-                return self.run(key, source, nbytes, work, flops)
-            self._graphs[key] = graph
-        return graph.replay(source)
+                work(source, memory)
+                return
+        _remember(self._graphs, place, graph, _MOST_GRAPHS)
+        stream = torch.cuda.current_stream(source.device)
+        if self._stream is not None and self._stream != stream:
+            stream.wait_stream(self._stream)  # a graph has one source, and all of them share what they allocate
+        self._stream = stream
+        graph.replay(source)
 
-    def _memory(self, device: torch.device, nbytes: int) -> Tensor:
-        kept = self._results.get(device)
-        if kept is None or kept.numel() < nbytes:
-            # Graphs that were captured before go on using theirs.
-            size = 1 << max(nbytes - 1, 1).bit_length()
-            kept = self._results[device] = torch.empty(size, dtype=torch.uint8, device=device)
-        return kept[:nbytes]
+    def _shared_pool(self) -> Any:
+        """For what little ``work`` allocates. Torch takes no capture into a pool that has lost its only graph."""
+        if self._pool is None or not self._graphs:
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._pool
+
+
+_V = TypeVar("_V")
+
+
+def _remember(cache: OrderedDict[Hashable, _V], key: Hashable, value: _V, most: int) -> bool:
+    """Make ``key`` the last of the ``most`` that are kept. Returns whether it was there."""
+    known = key in cache
+    cache[key] = value
+    cache.move_to_end(key)
+    if len(cache) > most:
+        cache.popitem(last=False)
+    return known
 
 
 class _Graph:
-    def __init__(self, source: Tensor, result: Tensor, work: Work, pool: Any) -> None:
-        self._source, self._result = source.clone(), result
+    def __init__(self, source: Tensor, memory: Tensor, work: Work, pool: Any) -> None:
+        self._source = source.clone()
         self._graph = torch.cuda.CUDAGraph()
         # Always the same: memory is used again by the stream that it was allocated for.
         (stream,) = _streams(source.device, 1)
-        torch.cuda.empty_cache()  # nothing can be given back during a capture
         stream.wait_stream(torch.cuda.current_stream(source.device))
         with torch.cuda.stream(stream):
             # Other threads, such as NCCL's watchdog, may go on talking to the device.
             self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
-                work(self._source, self._result)
+                work(self._source, memory)
             finally:
                 self._graph.capture_end()
         torch.cuda.current_stream(source.device).wait_stream(stream)
 
-    def replay(self, source: Tensor) -> Tensor:
+    def replay(self, source: Tensor) -> None:
         self._source.copy_(source)
         self._graph.replay()
-        return self._result
 
 
 _T = TypeVar("_T")

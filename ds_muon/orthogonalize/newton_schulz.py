@@ -28,8 +28,8 @@ _ALLOWED_GROWTH = {torch.float32: 0.0, torch.float16: 0.07, torch.bfloat16: 0.05
 # Steps of a block after the first one. Measured: a third one doubles or triples the error, with any table.
 _LATER_STEPS = 2
 
-Iterate = Callable[[Tensor, Tensor | None], Tensor]
-"""``standard`` or ``gram`` with all but X and the memory to work in settled."""
+Iterate = Callable[["Operations", Tensor, Tensor | None], Tensor]
+"""``standard`` or ``gram`` with the coefficients settled: gets the products, X, and memory of its shape or None."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,9 @@ class Iteration:
     """An iteration on a batch of matrices, as a backend gets it.
 
     Attributes:
-        iterate: gets X, transposed where that is wide, and memory to work in or None.
+        iterate: gets X transposed where that is wide.
         passes: how often ``iterate`` multiplies X.
+        squares: a (batch, m, m) result of the products is of no more use when as many more of them have been made.
         key: says which iteration ``iterate`` is.
         dtype: of the iteration.
         eps: guards the division by a zero norm, and nothing else.
@@ -47,6 +48,7 @@ class Iteration:
 
     iterate: Iterate
     passes: int
+    squares: int
     key: Hashable
     dtype: torch.dtype
     eps: float
@@ -54,32 +56,10 @@ class Iteration:
 
 
 class Operations(Protocol):
-    """A backend: three products, and what comes before and around them. No operand is modified.
+    """The products that the iteration is written over. No operand is modified.
 
-    The symmetric products may compute one triangle only and mirror it. Results may have any strides.
+    The symmetric ones may compute one triangle only and mirror it. Results may have any strides.
     """
-
-    lends: bool
-    """Whether a result of ``run`` is lent until the next call, which may overwrite it."""
-
-    def alone(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether a matrix must be a batch of its own, for its result might depend on what shares its batch."""
-
-    def workspace(self, rows: int, cols: int, dtype: torch.dtype) -> int:
-        """Bytes that ``run`` allocates for each (rows, cols) matrix of a batch, its result included."""
-
-    def run(self, matrices: Sequence[Tensor], iteration: Iteration) -> Tensor:
-        """Normalize the matrices, (rows, cols) in fp32 each, and iterate on them as one batch.
-
-        Each is divided by its largest magnitude, then by its Frobenius norm. The first division keeps the squares of
-        the second in range, so that U and c U give the same result for any scale fp32 can hold.
-
-        Returns:
-            (batch, rows, cols) of the iteration's dtype, in storage that shares nothing with ``matrices``.
-        """
-
-    def release(self) -> None:
-        """Give back memory that is kept from one ``run`` to the next."""
 
     def symmetric(self, a: Tensor, b: Tensor) -> Tensor:
         """``a @ b``, known to be symmetric."""
@@ -92,6 +72,36 @@ class Operations(Protocol):
 
     def step(self, r: Tensor, triple: Triple, x: Tensor, out: Tensor | None = None) -> Tensor:
         """``(a I + b R + c R^2) X``: what ``product(polynomial(r, triple), x, out)`` is, or something more accurate."""
+
+
+class Backend(Operations, Protocol):
+    """The products, and what comes before and around them."""
+
+    compact: bool
+    """Whether a result of ``run`` has storage of its own, and not a piece of what ``run`` worked in."""
+
+    def alone(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether a matrix must be a batch of its own, for its result might depend on what shares its batch."""
+
+    def workspace(self, rows: int, cols: int, dtype: torch.dtype, squares: int) -> int:
+        """Bytes that ``run`` allocates for each (rows, cols) matrix of a batch, its result included.
+
+        Args:
+            squares: of the ``Iteration``.
+        """
+
+    def run(self, matrices: Sequence[Tensor], iteration: Iteration) -> Tensor:
+        """Normalize the matrices, (rows, cols) in fp32 each, and iterate on them as one batch.
+
+        Each is divided by its largest magnitude, then by its Frobenius norm. The first division keeps the squares of
+        the second in range, so that U and c U give the same result for any scale fp32 can hold.
+
+        Returns:
+            (batch, rows, cols) of the iteration's dtype, in storage that shares nothing with ``matrices``.
+        """
+
+    def release(self) -> None:
+        """Forget what is kept from one ``run`` to the next."""
 
 
 def standard(x: Tensor, triples: Sequence[Triple], ops: Operations, other: Tensor | None = None) -> Tensor:
@@ -113,6 +123,11 @@ def gram(x: Tensor, triples: Sequence[Triple], ops: Operations, other: Tensor | 
 def passes(triples: Sequence[Triple], dtype: torch.dtype, form: str) -> int:
     """How often X is multiplied in ``form``, ``"standard"`` or ``"gram"``."""
     return len(_blocks(triples, dtype, form))
+
+
+def squares(form: str) -> int:
+    """See ``Iteration``. The standard form has R and W; the Gram form makes up to five between two uses of one."""
+    return 5 if form == "gram" else 2
 
 
 def _blocks(triples: Sequence[Triple], dtype: torch.dtype, form: str) -> list[list[Triple]]:

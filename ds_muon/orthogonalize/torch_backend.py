@@ -13,23 +13,23 @@ from ds_muon.orthogonalize.newton_schulz import Iteration
 
 
 class TorchOperations:
-    """See ``newton_schulz.Operations``. Vendor libraries compute both triangles of a symmetric product."""
+    """See ``newton_schulz.Backend``. Vendor libraries compute both triangles of a symmetric product."""
 
-    lends = False
+    compact = True
 
     def alone(self, device: torch.device, dtype: torch.dtype) -> bool:
         # Vendors choose another order of summation for another batch, in fp32 nearly always.
         return device.type == "cpu" or dtype == torch.float32
 
-    def workspace(self, rows: int, cols: int, dtype: torch.dtype) -> int:
+    def workspace(self, rows: int, cols: int, dtype: torch.dtype, squares: int) -> int:
         m, n = sorted((rows, cols))
-        # A copy in fp32, one in fp64 for the norm; X before and after, and four of the size of the Gram matrix.
-        return 12 * m * n + dtype.itemsize * (2 * m * n + 4 * m * m)
+        # A copy in fp32, one in fp64 for the norm; X before and after.
+        return 12 * m * n + dtype.itemsize * (2 * m * n + squares * m * m)
 
     def run(self, matrices: Sequence[Tensor], iteration: Iteration) -> Tensor:
         x = normalize(matrices, iteration.dtype, iteration.eps)
         tall = x.shape[1] > x.shape[2]
-        return iteration.iterate(x.mT, None).mT if tall else iteration.iterate(x, None)
+        return iteration.iterate(self, x.mT, None).mT if tall else iteration.iterate(self, x, None)
 
     def release(self) -> None:
         """Nothing is kept."""

@@ -8,9 +8,11 @@ the same expression (``triton_kernels``). ``choose_tile`` may therefore look at 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -77,6 +79,9 @@ POINTERS_FP32 = Tile(128, 128, 16, warps=8, stages=3)
 _PARTS = 1024
 _BLOCK = 4096
 
+# Of tensors that share a piece of memory, in bytes.
+_ALIGNMENT = 512
+
 # Rows of blocks that are worked on together, so that they share operands in L2. A multiple of cols / rows.
 _GROUP = 8
 
@@ -121,57 +126,34 @@ def choose_tile(
 _PARTS_IN_PARALLEL = 2
 
 
-class TritonOperations:
+class TritonProducts:
     """See ``newton_schulz.Operations``. Needs a GPU, but for Triton's interpreter.
 
     Tensors are (batch, m, n) in bf16, fp16 or fp32, with any strides: a transposed operand is read where it lies. No
     operand is modified. A product whose second operand is a transposed tensor is transposed as well, so that a tall
     matrix stays in its own storage throughout. A symmetric result equals its transpose exactly, but for what rounding
     makes of squares of 128 on its diagonal.
+
+    Args:
+        squares: memory for (batch, m, m) results, by ``_empty``, to be overwritten in turns. None: each gets its own.
     """
 
-    lends = True
+    def __init__(self, squares: Sequence[Tensor] | None = None) -> None:
+        self._squares = None if squares is None else cycle(squares)
 
-    def __init__(self) -> None:
-        self._graphs = GraphCache()
-
-    def alone(self, device: torch.device, dtype: torch.dtype) -> bool:
-        return False
-
-    def workspace(self, rows: int, cols: int, dtype: torch.dtype) -> int:
-        # The result and one more of its size; R, W, T and Q. Rows may be padded to 16 bytes.
-        m = min(rows, cols)
-        return dtype.itemsize * (2 * rows * (cols + 8) + 4 * m * (m + 8))
-
-    def run(self, matrices: Sequence[Tensor], iteration: Iteration) -> Tensor:
-        matrices = [matrix.contiguous() for matrix in matrices]
-        device, shape = matrices[0].device, tuple(matrices[0].shape)
-        batch, rows, cols = len(matrices), *shape
-        addresses, aligned = addresses_of(matrices)
-        dtype = iteration.dtype
-        pitch = _pitch(cols, dtype)
-
-        def shaped(result: Tensor) -> Tensor:
-            return result.view(dtype).view(batch, rows, pitch)[..., :cols]
-
-        def work(addresses: Tensor, result: Tensor) -> None:
-            _orthogonalize(addresses, shaped(result), aligned, iteration)
-
-        key = (iteration.key, device, batch, shape, aligned, dtype, iteration.eps)
-        nbytes = batch * rows * pitch * dtype.itemsize
-        return shaped(self._graphs.run(key, addresses, nbytes, work, iteration.flops))
-
-    def release(self) -> None:
-        self._graphs.clear()
+    def _square(self) -> Tensor | None:
+        return None if self._squares is None else next(self._squares)
 
     def symmetric(self, a: Tensor, b: Tensor) -> Tensor:
-        return matmul(a, b, symmetric=True)
+        return matmul(a, b, symmetric=True, out=self._square())
 
     def polynomial(self, r: Tensor, triple: Triple) -> Tensor:
         a, b, c = triple
+        out = self._square()
         if c:
-            return matmul(r, r, r, alpha=c, beta=b, identity=a, symmetric=True)
-        w = torch.mul(r, b, out=_empty(len(r), r.shape[1], r.shape[2], r.dtype, r.device))
+            return matmul(r, r, r, alpha=c, beta=b, identity=a, symmetric=True, out=out)
+        out = _empty(len(r), r.shape[1], r.shape[2], r.dtype, r.device) if out is None else out
+        w = torch.mul(r, b, out=out)
         w.diagonal(dim1=-2, dim2=-1).copy_(r.diagonal(dim1=-2, dim2=-1).float() * b + a)
         return w
 
@@ -186,31 +168,119 @@ class TritonOperations:
         return self.product(self.polynomial(r, (0.0, b, c)), x, out).add_(x, alpha=a)
 
 
-def _orthogonalize(addresses: Tensor, result: Tensor, aligned: bool, iteration: Iteration) -> None:
-    """Normalize the matrices at ``addresses`` and iterate on them; see ``newton_schulz.Operations.run``.
+class TritonBackend(TritonProducts):
+    """See ``newton_schulz.Backend``. A batch is worked on in one piece of memory, which its result keeps alive."""
 
-    Args:
-        result: (batch, rows, cols) to be overwritten.
+    compact = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._graphs = GraphCache()
+
+    def alone(self, device: torch.device, dtype: torch.dtype) -> bool:
+        return False
+
+    def workspace(self, rows: int, cols: int, dtype: torch.dtype, squares: int) -> int:
+        return _Memory(1, rows, cols, dtype, squares).nbytes
+
+    def run(self, matrices: Sequence[Tensor], iteration: Iteration) -> Tensor:
+        matrices = [matrix.contiguous() for matrix in matrices]
+        device, (rows, cols) = matrices[0].device, matrices[0].shape
+        addresses, aligned = addresses_of(matrices)
+        layout = _Memory(len(matrices), rows, cols, iteration.dtype, iteration.squares)
+        memory = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+
+        def work(addresses: Tensor, memory: Tensor) -> None:
+            _orthogonalize(addresses, layout, memory, aligned, iteration)
+
+        key = (iteration.key, device, layout, aligned, iteration.eps)
+        self._graphs.run(key, addresses, memory, work, iteration.flops)
+        return layout.tensors(memory)[0]
+
+    def release(self) -> None:
+        self._graphs.clear()
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """What a batch is worked on in, as tensors one behind the other: X twice, the squares, and partial sums.
+
+    Attributes:
+        batch, rows, cols, dtype: of the result.
+        squares: of the ``Iteration``.
     """
-    batch, rows, cols = result.shape
-    parts = min(_PARTS_IN_PARALLEL, batch)
 
-    def load(addresses: Tensor, result: Tensor) -> tuple[Tensor, Tensor]:
+    batch: int
+    rows: int
+    cols: int
+    dtype: torch.dtype
+    squares: int
+
+    @property
+    def _shapes(self) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+        """Of all tensors, rows of matrices padded to 16 bytes."""
+        side, (parts, _) = min(self.rows, self.cols), _parts(self.rows * self.cols)
+        x, square = (
+            (self.batch, rows, _pitch(cols, self.dtype)) for rows, cols in ((self.rows, self.cols), (side, side))
+        )
+        matrices = [(self.dtype, shape) for shape in (x, x, *[square] * self.squares)]
+        return [
+            *matrices,
+            (torch.float64, (self.batch, parts)),
+            (torch.float32, (self.batch, parts)),
+            (torch.float32, (self.batch, 2)),
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(_padded(dtype.itemsize * math.prod(shape)) for dtype, shape in self._shapes)
+
+    def tensors(self, memory: Tensor) -> list[Tensor]:
+        """X, which becomes the result, another X, the squares, and what ``normalize`` sums up, in its order.
+
+        Args:
+            memory: (nbytes,) uint8.
+        """
+        found, start = [], 0
+        for dtype, shape in self._shapes:
+            nbytes = dtype.itemsize * math.prod(shape)
+            found.append(memory[start : start + nbytes].view(dtype).view(shape))
+            start += _padded(nbytes)
+        widths = [self.cols] * 2 + [min(self.rows, self.cols)] * self.squares
+        return [x[..., :width] for x, width in zip(found, widths, strict=False)] + found[len(widths) :]
+
+
+def _orthogonalize(addresses: Tensor, layout: _Memory, memory: Tensor, aligned: bool, iteration: Iteration) -> None:
+    """Normalize the matrices at ``addresses`` and iterate on them, in ``memory``; see ``newton_schulz.Backend.run``."""
+    tall = layout.rows > layout.cols
+
+    def load(addresses: Tensor, *room: Tensor) -> tuple[TritonProducts, Tensor, Tensor]:
+        result, other, *rest = room
+        squares, sums = rest[: layout.squares], rest[layout.squares :]
         # The passes write to both in turns, and the last one to the result.
-        other = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=result.device)
         x, other = (other, result) if iteration.passes % 2 else (result, other)
-        normalize(addresses, x, iteration.eps, aligned=aligned)
-        return x, other
+        normalize(addresses, x, iteration.eps, sums, aligned=aligned)
+        return TritonProducts(squares), x.mT if tall else x, other.mT if tall else other
 
-    def multiply(memory: tuple[Tensor, Tensor]) -> None:
-        x, other = memory
-        iteration.iterate(x.mT if rows > cols else x, other.mT if rows > cols else other)
+    def multiply(ready: tuple[TritonProducts, Tensor, Tensor]) -> None:
+        iteration.iterate(*ready)
 
-    pairs = zip(addresses.tensor_split(parts), result.tensor_split(parts), strict=True)
-    overlapped([(partial(load, *pair), multiply) for pair in pairs], result.device)
+    parts = min(_PARTS_IN_PARALLEL, layout.batch)
+    rooms = zip(*(tensor.tensor_split(parts) for tensor in (addresses, *layout.tensors(memory))), strict=True)
+    overlapped([(partial(load, *room), multiply) for room in rooms], memory.device)
 
 
-def normalize(addresses: Tensor, out: Tensor, eps: float, *, aligned: bool = False) -> None:
+def _parts(numel: int) -> tuple[int, int]:
+    """Parts in which a matrix is normalized, and elements of each. The order of summation depends on nothing else."""
+    parts = min(_PARTS, 1 << (ceil_div(numel, _BLOCK) - 1).bit_length())
+    return parts, ceil_div(numel, parts * _BLOCK) * _BLOCK
+
+
+def _padded(nbytes: int) -> int:
+    return ceil_div(nbytes, _ALIGNMENT) * _ALIGNMENT
+
+
+def normalize(addresses: Tensor, out: Tensor, eps: float, sums: Sequence[Tensor], *, aligned: bool = False) -> None:
     """Each fp32 matrix over its largest magnitude, then over its Frobenius norm.
 
     Two passes over the input, read where it lies. The norm is summed in fp64 and rounded once.
@@ -219,24 +289,21 @@ def normalize(addresses: Tensor, out: Tensor, eps: float, *, aligned: bool = Fal
         addresses: (batch,) int64, on the device: where the matrices lie. They are not modified.
         out: (batch, rows, cols), to be overwritten, with contiguous rows and no gaps between matrices.
         eps: guards the division by a zero norm.
+        sums: memory for the squares and the largest magnitude of each part, (batch, parts) fp64 and fp32, and for both
+            factors of a matrix, (batch, 2) fp32.
         aligned: all addresses are multiples of 16 bytes.
     """
     batch, rows, cols = out.shape
-    device, numel = out.device, rows * cols
-    # How a matrix is cut, and so the order of summation, depends on its size alone.
-    parts = min(_PARTS, 1 << (ceil_div(numel, _BLOCK) - 1).bit_length())
-    part_size = ceil_div(numel, parts * _BLOCK) * _BLOCK
-    largest = torch.empty(batch, parts, dtype=torch.float32, device=device)
-    squares = torch.empty(batch, parts, dtype=torch.float64, device=device)
-    divisors = torch.empty(batch, 2, dtype=torch.float32, device=device)
+    squares, largest, factors = sums
+    numel, pitch = rows * cols, out.stride(1)
+    parts, part_size = _parts(numel)
     constants = {"PARTS": parts, "BLOCK": _BLOCK, "ALIGNED": aligned, "num_warps": 8}
-    pitch = out.stride(1)
     eps = max(eps, torch.finfo(torch.float32).tiny)
-    with on(device):
+    with on(out.device):
         triton_kernels.measure[(batch * parts,)](addresses, largest, squares, numel, part_size, **constants)
-        triton_kernels.combine[(batch,)](largest, squares, divisors, eps, PARTS=parts)
+        triton_kernels.combine[(batch,)](largest, squares, factors, eps, PARTS=parts)
         triton_kernels.scale[(batch * parts,)](
-            addresses, divisors, out, numel, part_size, rows, cols, pitch, DENSE=pitch == cols, **constants
+            addresses, factors, out, numel, part_size, rows, cols, pitch, DENSE=pitch == cols, **constants
         )
 
 
@@ -258,7 +325,7 @@ def matmul(
         a, b: (batch, m, k) and (batch, k, n), one dtype and device.
         c: (batch, m, n), symmetric. Without it, ``alpha``, ``beta`` and ``identity`` count for nothing.
         symmetric: the result is known to be symmetric.
-        out: (batch, m, n) to be overwritten, by ``_empty`` or its transpose.
+        out: (batch, m, n) to be overwritten, as ``_empty`` makes it, or its transpose.
         tile: by ``choose_tile`` unless given.
     """
     assert c is None or symmetric

@@ -316,33 +316,35 @@ def measure(
 
 
 @triton.jit
-def combine(largest, squares, divisors, eps, PARTS: tl.constexpr):
-    """Write each matrix's largest magnitude and its norm after the division by that to ``divisors``: (batch, 2)."""
+def combine(largest, squares, factors, eps, PARTS: tl.constexpr):
+    """Write the inverse of each matrix's largest magnitude, and of its norm after that division, to ``factors``."""
     matrix = tl.program_id(0)
     parts = matrix * PARTS + tl.arange(0, PARTS)
     tiny = 1.1754943508222875e-38
     magnitude = tl.maximum(tl.max(tl.load(largest + parts)), tiny)
     norm = (tl.sqrt(tl.sum(tl.load(squares + parts))) / magnitude.to(tl.float64)).to(tl.float32)
-    tl.store(divisors + 2 * matrix, magnitude)
     # A NaN must not be taken for zero: the sum holds it, where a maximum may drop it.
-    tl.store(divisors + 2 * matrix + 1, tl.maximum(norm, eps, propagate_nan=tl.PropagateNan.ALL))
+    norm = tl.maximum(norm, eps, propagate_nan=tl.PropagateNan.ALL)
+    # In range, for tiny is at most what both are; that of the largest numbers is subnormal and still good to 21 bits.
+    tl.store(factors + 2 * matrix, (1.0 / magnitude.to(tl.float64)).to(tl.float32))
+    tl.store(factors + 2 * matrix + 1, (1.0 / norm.to(tl.float64)).to(tl.float32))
 
 
 @triton.jit
 def scale(
-    pointers, divisors, out, numel, part_size, rows, cols, pitch,
+    pointers, factors, out, numel, part_size, rows, cols, pitch,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
-    """Write every matrix, over both its ``divisors``, to ``out``: (batch, rows, pitch). DENSE: that is ``cols``."""
+    """Write every matrix, times both its ``factors``, to ``out``: (batch, rows, pitch). DENSE: that is ``cols``."""
     # From the end: what ``measure`` read last is still in L2.
     matrix, x, part = _matrix_and_part(pointers, tl.num_programs(0) - 1 - tl.program_id(0), PARTS, ALIGNED)
-    magnitude = tl.load(divisors + 2 * matrix)
-    norm = tl.load(divisors + 2 * matrix + 1)
+    first = tl.load(factors + 2 * matrix)
+    second = tl.load(factors + 2 * matrix + 1)
     out += matrix.to(tl.int64) * rows * pitch
     start = part.to(tl.int64) * part_size
     for step in range(0, part_size, BLOCK):
         offsets = start + step + tl.arange(0, BLOCK)
         inside = offsets < numel
-        value = tl.div_rn(tl.div_rn(tl.load(x + offsets, mask=inside, other=0.0), magnitude), norm)
+        value = tl.load(x + offsets, mask=inside, other=0.0) * first * second
         target = offsets if DENSE else offsets // cols * pitch + offsets % cols
         tl.store(out + target, value.to(out.dtype.element_ty), mask=inside)

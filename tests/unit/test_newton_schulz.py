@@ -509,6 +509,40 @@ def test_five_steps_cost_20_m3_for_squares_and_with_one_restart_14_m3_and_6_m2_n
         assert NewtonSchulz.resolve(CPU, ns_method="standard").cost(n, m) == 5 * (m**3 + 3 * m * m * n)
 
 
+class Recycling(TorchOperations):
+    """Destroys a square result before it makes the next for which ``squares`` would give it the same memory."""
+
+    def __init__(self, squares: int) -> None:
+        self._squares, self._made = squares, list[Tensor]()
+
+    def symmetric(self, a: Tensor, b: Tensor) -> Tensor:
+        self._recycle()
+        self._made.append(super().symmetric(a, b))
+        return self._made[-1]
+
+    def polynomial(self, r: Tensor, triple: Triple) -> Tensor:
+        self._recycle()
+        self._made.append(super().polynomial(r, triple))
+        return self._made[-1]
+
+    def _recycle(self) -> None:
+        for old in self._made[: max(0, len(self._made) + 1 - self._squares)]:
+            old.fill_(torch.nan)
+
+
+@pytest.mark.parametrize("form", ["standard", "gram"])
+@pytest.mark.parametrize("table", ["quintic", "polar_express", "you", "cubic"])
+def test_no_more_squares_are_in_use_than_it_says(table: str, form: str) -> None:
+    iterate = {"standard": newton_schulz.standard, "gram": newton_schulz.gram}[form]
+    for dtype, steps in itertools.product((torch.float16, torch.float32), (1, 2, 5, 9)):
+        x = (gaussian(24, 64) / 40).to(dtype)[None]
+        right = iterate(x, package.schedule(table, steps), TorchOperations())
+        assert torch.equal(iterate(x, package.schedule(table, steps), Recycling(newton_schulz.squares(form))), right)
+    if form == "gram":
+        x = (gaussian(24, 64) / 40).half()[None]
+        assert iterate(x, package.schedule("quintic", 5), Recycling(newton_schulz.squares(form) - 1)).isnan().any()
+
+
 class Counting(TorchOperations):
     """Counts operations: a symmetric product computes one triangle."""
 
@@ -554,8 +588,8 @@ def test_batches_keep_to_the_workspace_and_lose_no_matrix(
 ) -> None:
     monkeypatch.setattr(package, "WORKSPACE_BYTES", workspace)
     m, n = sorted(shape)
-    # The copies in fp32 and fp64; X before and after; R, Z, Q and one more of (m, m).
-    per_matrix = 12 * m * n + dtype.itemsize * (2 * m * n + 4 * m * m)
+    # The copies in fp32 and fp64; X before and after; and of (m, m), R and W, or five for Q as well.
+    per_matrix = 12 * m * n + dtype.itemsize * (2 * m * n + (2 if m == n else 5) * m * m)
     matrices = [torch.empty(shape if index % 2 else (7, 9), device="meta") for index in range(100)]
     cut = list(package.batches(matrices, replace(NewtonSchulz.resolve(CPU), dtype=dtype)))
     assert sorted(index for batch in cut for index in batch) == list(range(100))

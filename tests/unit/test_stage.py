@@ -20,9 +20,9 @@ CPU = torch.device("cpu")
 
 
 class Lending(TorchOperations):
-    """As a backend that replays graphs: the next run destroys the result of the last."""
+    """As a backend that works in the same memory in every run: the next one destroys the result of the last."""
 
-    lends = True
+    compact = False
     lent: Tensor | None = None
 
     def run(self, *args: Any, **kwargs: Any) -> Tensor:
