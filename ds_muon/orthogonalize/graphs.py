@@ -52,7 +52,7 @@ class GraphCache:
 
         Args:
             key: all that ``work`` depends on but the values of ``source`` and the address of ``memory``.
-            source: small; not modified.
+            source: small; not modified, and the same numbers for as long as it is the same tensor.
             memory: to work in and for the result.
             work: allocates next to nothing.
             flops: of the batch.
@@ -103,7 +103,7 @@ def _remember(cache: OrderedDict[Hashable, _V], key: Hashable, value: _V, most: 
 
 class _Graph:
     def __init__(self, source: Tensor, memory: Tensor, work: Work, pool: Any) -> None:
-        self._source = source.clone()
+        self._source, self._held = source.clone(), source
         self._graph = torch.cuda.CUDAGraph()
         # Always the same: memory is used again by the stream that it was allocated for.
         (stream,) = _streams(source.device, 1)
@@ -118,7 +118,9 @@ class _Graph:
         torch.cuda.current_stream(source.device).wait_stream(stream)
 
     def replay(self, source: Tensor) -> None:
-        self._source.copy_(source)
+        if self._held is not source:
+            self._source.copy_(source)
+            self._held = source
         self._graph.replay()
 
 

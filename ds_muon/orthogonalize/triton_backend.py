@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from itertools import cycle
+from functools import cached_property, lru_cache, partial
+from itertools import accumulate, cycle
 
 import torch
 from torch import Tensor
@@ -181,13 +181,13 @@ class TritonBackend(TritonProducts):
         return False
 
     def workspace(self, rows: int, cols: int, dtype: torch.dtype, squares: int) -> int:
-        return _Memory(1, rows, cols, dtype, squares).nbytes
+        return _memory(1, rows, cols, dtype, squares).nbytes
 
     def run(self, matrices: Sequence[Tensor], iteration: Iteration) -> Tensor:
         matrices = [matrix.contiguous() for matrix in matrices]
         device, (rows, cols) = matrices[0].device, matrices[0].shape
         addresses, aligned = addresses_of(matrices)
-        layout = _Memory(len(matrices), rows, cols, iteration.dtype, iteration.squares)
+        layout = _memory(len(matrices), rows, cols, iteration.dtype, iteration.squares)
         memory = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
 
         def work(addresses: Tensor, memory: Tensor) -> None:
@@ -195,7 +195,7 @@ class TritonBackend(TritonProducts):
 
         key = (iteration.key, device, layout, aligned, iteration.eps)
         self._graphs.run(key, addresses, memory, work, iteration.flops)
-        return layout.tensors(memory)[0]
+        return layout.result(memory)
 
     def release(self) -> None:
         self._graphs.clear()
@@ -216,24 +216,26 @@ class _Memory:
     dtype: torch.dtype
     squares: int
 
-    @property
-    def _shapes(self) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-        """Of all tensors, rows of matrices padded to 16 bytes."""
+    @cached_property
+    def _pieces(self) -> list[tuple[int, torch.dtype, tuple[int, ...], int]]:
+        """Start in bytes, dtype, shape in storage, and what the last dimension is without padding, of all tensors."""
         side, (parts, _) = min(self.rows, self.cols), _parts(self.rows * self.cols)
-        x, square = (
-            (self.batch, rows, _pitch(cols, self.dtype)) for rows, cols in ((self.rows, self.cols), (side, side))
-        )
-        matrices = [(self.dtype, shape) for shape in (x, x, *[square] * self.squares)]
-        return [
-            *matrices,
-            (torch.float64, (self.batch, parts)),
-            (torch.float32, (self.batch, parts)),
-            (torch.float32, (self.batch, 2)),
-        ]
+        wanted = [(self.dtype, self.rows, self.cols)] * 2 + [(self.dtype, side, side)] * self.squares
+        shapes: list[tuple[torch.dtype, tuple[int, ...], int]]
+        shapes = [(dtype, (self.batch, rows, _pitch(cols, dtype)), cols) for dtype, rows, cols in wanted]
+        shapes += [(torch.float64, (self.batch, parts), parts), (torch.float32, (self.batch, parts), parts)]
+        shapes += [(torch.float32, (self.batch, 2), 2)]
+        sizes = [ceil_div(dtype.itemsize * math.prod(shape), _ALIGNMENT) * _ALIGNMENT for dtype, shape, _ in shapes]
+        return [(start, *shape) for start, shape in zip(accumulate(sizes, initial=0), shapes, strict=False)]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
-        return sum(_padded(dtype.itemsize * math.prod(shape)) for dtype, shape in self._shapes)
+        start, dtype, shape, _ = self._pieces[-1]
+        return start + dtype.itemsize * math.prod(shape)
+
+    def result(self, memory: Tensor) -> Tensor:
+        """(batch, rows, cols): the first of ``tensors``."""
+        return self._tensor(memory, *self._pieces[0])
 
     def tensors(self, memory: Tensor) -> list[Tensor]:
         """X, which becomes the result, another X, the squares, and what ``normalize`` sums up, in its order.
@@ -241,13 +243,18 @@ class _Memory:
         Args:
             memory: (nbytes,) uint8.
         """
-        found, start = [], 0
-        for dtype, shape in self._shapes:
-            nbytes = dtype.itemsize * math.prod(shape)
-            found.append(memory[start : start + nbytes].view(dtype).view(shape))
-            start += _padded(nbytes)
-        widths = [self.cols] * 2 + [min(self.rows, self.cols)] * self.squares
-        return [x[..., :width] for x, width in zip(found, widths, strict=False)] + found[len(widths) :]
+        return [self._tensor(memory, *piece) for piece in self._pieces]
+
+    @staticmethod
+    def _tensor(memory: Tensor, start: int, dtype: torch.dtype, shape: tuple[int, ...], width: int) -> Tensor:
+        nbytes = dtype.itemsize * math.prod(shape)
+        return memory[start : start + nbytes].view(dtype).view(shape)[..., :width]
+
+
+@lru_cache(maxsize=1024)
+def _memory(batch: int, rows: int, cols: int, dtype: torch.dtype, squares: int) -> _Memory:
+    """With what it works out once."""
+    return _Memory(batch, rows, cols, dtype, squares)
 
 
 def _orthogonalize(addresses: Tensor, layout: _Memory, memory: Tensor, aligned: bool, iteration: Iteration) -> None:
@@ -274,10 +281,6 @@ def _parts(numel: int) -> tuple[int, int]:
     """Parts in which a matrix is normalized, and elements of each. The order of summation depends on nothing else."""
     parts = min(_PARTS, 1 << (ceil_div(numel, _BLOCK) - 1).bit_length())
     return parts, ceil_div(numel, parts * _BLOCK) * _BLOCK
-
-
-def _padded(nbytes: int) -> int:
-    return ceil_div(nbytes, _ALIGNMENT) * _ALIGNMENT
 
 
 def normalize(addresses: Tensor, out: Tensor, eps: float, sums: Sequence[Tensor], *, aligned: bool = False) -> None:
