@@ -338,6 +338,6 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         moved = [name for i, group in enumerate(saved) for name in group if group_of.get(name) != i]
         example = f"{moved[0]!r} is in another param group" if moved else "parameters lie in another order"
         return ValueError(
-            f"this checkpoint does not fit the optimizer: {example}. Use the model, param groups, muon_params and "
-            "adamw_params it was saved with, or load_checkpoint(load_module_only=True)"
+            f"this checkpoint does not fit the optimizer: {example}. Use the model, param groups, muon_params, "
+            "adamw_params and param_order it was saved with, or load_checkpoint(load_module_only=True)"
         )
