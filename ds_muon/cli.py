@@ -295,11 +295,15 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         nargs="+",
         metavar="MODEL",
         choices=planner.MODELS,
-        help=f"whose matrices, in the order of the model, as one param group: {', '.join(planner.MODELS)}",
+        help=f"whose matrices, as one param group: {', '.join(planner.MODELS)}",
     )
     parser.add_argument(
         "--world-size", type=_positive, nargs="+", metavar="N", default=[2**i for i in range(13)],
         help="numbers of ranks (default: 1, 2, 4, ... 4096)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--param-order", choices=("model", "fewest_cuts"), default="model", metavar="ORDER",
+        help="of the matrices: model, or fewest_cuts, which is another one where a step is faster (default: model)",
     )  # fmt: skip
     parser.add_argument(
         "--tflops",
@@ -321,10 +325,13 @@ def _plan(options: argparse.Namespace) -> int:
     costs: dict[str, list[planner.StepCost]] = {}
     for model in options.models:
         shapes = planner.MODELS[model]()
-        costs[model] = [planner.step_cost(shapes, size, settings, rates=rates) for size in options.world_size]
+        costs[model] = [
+            planner.step_cost(shapes, size, settings, rates=rates, param_order=options.param_order)
+            for size in options.world_size
+        ]
         elements = sum(rows * cols for _, (rows, cols) in shapes)
         print(f"{model}: {len(shapes)} matrices, {elements / 1e9:.2f}B elements; defaults on a GPU", end="")
-        print(f" ({options.tflops:g} TFLOP/s and {options.link:g} GB/s per rank)\n")
+        print(f" ({options.tflops:g} TFLOP/s and {options.link:g} GB/s per rank), param_order {options.param_order}\n")
         print(planner.table(costs[model]), end="\n\n")
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -203,7 +203,7 @@ def flat_layout(
     """
     dealt = [range(first, len(numels), world_size) for first in range(world_size if round_robin else 1)]
     order = tuple(index for hand in dealt for index in hand) if round_robin else tuple(range(len(numels)))
-    boundary = _ALIGNMENT_BYTES // math.gcd(_ALIGNMENT_BYTES, element_size) if parameter_alignment else 1
+    boundary = start_multiple(element_size, parameter_alignment)
     offsets = []
     end = 0
     for index in order:
@@ -212,6 +212,11 @@ def flat_layout(
         end = start + numels[index]
     multiple = _ELEMENTS_PER_RANK * world_size
     return FlatLayout(order, tuple(offsets), -(-end // multiple) * multiple // world_size)
+
+
+def start_multiple(element_size: int, parameter_alignment: bool) -> int:
+    """Every parameter starts at a multiple of so many elements of a flat buffer. Arguments as for ``flat_layout``."""
+    return _ALIGNMENT_BYTES // math.gcd(_ALIGNMENT_BYTES, element_size) if parameter_alignment else 1
 
 
 def cut(offset: int, numel: int, partition_size: int) -> tuple[Slice, ...]:

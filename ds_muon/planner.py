@@ -1,6 +1,7 @@
 """What Muon's step costs at world sizes that are not at hand: ``ds-muon plan``. Pure functions of shapes; no ranks.
 
-The matrices of a model lie in one flat buffer, in the model's order, as ZeRO lays them out. Three schemes are compared:
+The matrices of a model lie in one flat buffer, in the model's order or another `param_order`, as ZeRO lays them out.
+Three schemes are compared:
 
     ours         a matrix is orthogonalized once, by its owner: one of its holders, or a rank that holds nothing of it
                  where a step is faster for it
@@ -27,6 +28,7 @@ import torch
 from ds_muon.exchange import element_bytes
 from ds_muon.orthogonalize import NewtonSchulz
 from ds_muon.owners import RATES, Rates
+from ds_muon.param_order import fewest_cuts
 from ds_muon.partition import flat_layout, make_plan
 
 Shapes = list[tuple[str, tuple[int, int]]]
@@ -69,6 +71,7 @@ class StepCost:
 
     Attributes:
         world_size: ranks.
+        param_order: in which the matrices were to be laid out.
         matrices: of the model.
         straddling: those that a boundary cuts.
         moved: those that a rank owns which holds nothing of them; ours.
@@ -86,6 +89,7 @@ class StepCost:
     """
 
     world_size: int
+    param_order: str
     matrices: int
     straddling: int
     moved: int
@@ -118,7 +122,13 @@ class StepCost:
 
 
 def step_cost(
-    shapes: Shapes, world_size: int, settings: NewtonSchulz, *, rates: Rates = RATES, normuon: bool = False
+    shapes: Shapes,
+    world_size: int,
+    settings: NewtonSchulz,
+    *,
+    rates: Rates = RATES,
+    normuon: bool = False,
+    param_order: str = "model",
 ) -> StepCost:
     """The cost of one step.
 
@@ -128,7 +138,11 @@ def step_cost(
         settings: of the iteration.
         rates: for the times; the owners are the engine's, whatever the rates.
         normuon: whether results travel with NorMuon's factors, in fp32.
+        param_order: ``"model"`` or ``"fewest_cuts"``.
     """
+    if param_order == "fewest_cuts":
+        (order,) = fewest_cuts([[shape for _, shape in shapes]], world_size, default_settings().cost)
+        shapes = [shapes[i] for i in order]
     layout = flat_layout([math.prod(shape) for _, shape in shapes], world_size)
     size = element_bytes(settings, normuon=normuon)
     plan, by_holders = (
@@ -142,6 +156,7 @@ def step_cost(
             each_holder[piece.rank] += settings.cost(matrix.rows, matrix.cols)
     return StepCost(
         world_size=world_size,
+        param_order=param_order,
         matrices=len(shapes),
         straddling=len(group.straddlers),
         moved=sum(matrix.moved for matrix in group.matrices),

@@ -333,11 +333,11 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         saved, ours = shard[deepspeed_zero.PARAM_SLICE_MAPPINGS], self._param_slice_mappings
         if saved == ours:
             return None
-        names_saved = {name: i for i, group in enumerate(saved) for name in group}
-        names_ours = {name: i for i, group in enumerate(ours) for name in group}
-        moved = [n for n in {**names_saved, **names_ours} if names_saved.get(n) != names_ours.get(n)]
-        example = f"{moved[0]!r} is in another param group" if moved else "the same parameters lie in another order"
+        # Of the saved ones, this rank's; of ours all, for in another order they are with other ranks.
+        group_of = {self.param_names[p]: i for i, group in enumerate(self.bit16_groups) for p in group}
+        moved = [name for i, group in enumerate(saved) for name in group if group_of.get(name) != i]
+        example = f"{moved[0]!r} is in another param group" if moved else "parameters lie in another order"
         return ValueError(
-            f"this checkpoint does not fit the optimizer: {example}. Use the model, param groups, muon_params and "
-            "adamw_params it was saved with, or load_checkpoint(load_module_only=True)"
+            f"this checkpoint does not fit the optimizer: {example}. Use the model, param groups, muon_params, "
+            "adamw_params and param_order it was saved with, or load_checkpoint(load_module_only=True)"
         )

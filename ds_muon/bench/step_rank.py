@@ -157,8 +157,14 @@ class Contender:
                     self.engine.step()
                 iterations.append((sum(recorder.ms.values()), {part: recorder.ms[part] for part in PARTS}))
         settings, world_size = self.engine.optimizer.newton_schulz, dist.get_world_size()
-        normuon = self.engine.optimizer.optimizer.config.variant == "normuon"
-        plan = planner.step_cost(planner.gpt(task.layers, task.width), world_size, settings, normuon=normuon)
+        config = self.engine.optimizer.optimizer.config
+        plan = planner.step_cost(
+            planner.gpt(task.layers, task.width),
+            world_size,
+            settings,
+            normuon=config.variant == "normuon",
+            param_order=config.param_order,
+        )
         rate = yardstick.rate(statistics.median(matmuls)) / 1e12
         self.parts = (
             RankParts(*_middle_half(iterations[1:]), recorder.sent_bytes, rate),

@@ -133,6 +133,7 @@ def test_a_checkpoint_of_another_routing_is_refused_on_every_rank(tmp_path: Path
         run_ranks(2, save_then_load, ds_config(), ds_config({"adamw_params": ["p1"]}), str(tmp_path))
     assert set(failure.value.errors) == {0, 1}
     assert all("does not fit the optimizer" in error for error in failure.value.errors.values())
+    assert any("'p1' is in another param group" in error for error in failure.value.errors.values())
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [("muon", "normuon"), ("normuon", "muon")])

@@ -34,6 +34,7 @@ DEFAULTS = {
     "momentum_dtype": "float32",
     "muon_params": (),
     "adamw_params": (),
+    "param_order": "model",
     "nan_guard": "off",
     "grad_norm_skip_threshold": None,
     "clip_norm_scope": "adamw",

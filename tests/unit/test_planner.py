@@ -149,7 +149,31 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
     assert "gpt-124m: 72 matrices, 0.08B elements" in out and "gpt-303m: 144 matrices" in out
 
 
-@pytest.mark.parametrize("arguments", [["no-model"], ["gpt-124m", "--world-size", "0"], ["gpt-124m", "--tflops", "-1"]])
+def test_an_order_with_fewer_cuts_counts_for_all_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    rows = []
+    for order in ("model", "fewest_cuts"):
+        arguments = ["plan", "gpt-1.2b", "--world-size", "8", "48", "--param-order", order, "--json", str(path)]
+        assert cli.main(arguments) == 0
+        assert f"param_order {order}" in capsys.readouterr().out
+        rows.append(json.loads(path.read_text())["gpt-1.2b"])
+    model, fewest = rows
+    assert [row["param_order"] for row in model + fewest] == ["model"] * 2 + ["fewest_cuts"] * 2
+    assert {**model[0], "param_order": "fewest_cuts"} == fewest[0]
+    assert (model[1]["straddling"], fewest[1]["straddling"], fewest[1]["moved_bytes_by_holders"]) == (24, 0, 0)
+    assert fewest[1]["runs_each_holder"] == fewest[1]["matrices"] < model[1]["runs_each_holder"]
+    assert fewest[1]["seconds"] < 0.7 * model[1]["seconds"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["no-model"],
+        ["gpt-124m", "--world-size", "0"],
+        ["gpt-124m", "--tflops", "-1"],
+        ["gpt-124m", "--param-order", "fewest"],
+    ],
+)
 def test_what_makes_no_sense_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["plan", *arguments])
