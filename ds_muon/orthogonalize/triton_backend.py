@@ -75,9 +75,10 @@ QUARTERS = replace(SMALL, quarters=True)
 POINTERS = Tile(128, 128, 32, warps=8, stages=4)
 POINTERS_FP32 = Tile(128, 128, 16, warps=8, stages=3)
 
-# Most parts in which a matrix is normalized, and elements that a program handles at a time.
+# Most parts in which a matrix is normalized, and elements that a program handles at a time: few enough for its
+# registers to fit beside two programs of SMALL, of the other half of the batch.
 _PARTS = 1024
-_BLOCK = 4096
+_BLOCK = 2048
 
 # Of tensors that share a piece of memory, in bytes.
 _ALIGNMENT = 512
@@ -300,7 +301,7 @@ def normalize(addresses: Tensor, out: Tensor, eps: float, sums: Sequence[Tensor]
     squares, largest, factors = sums
     numel, pitch = rows * cols, out.stride(1)
     parts, part_size = _parts(numel)
-    constants = {"PARTS": parts, "BLOCK": _BLOCK, "ALIGNED": aligned, "num_warps": 8}
+    constants = {"PARTS": parts, "BLOCK": _BLOCK, "ALIGNED": aligned, "num_warps": 4}
     eps = max(eps, torch.finfo(torch.float32).tiny)
     with on(out.device):
         triton_kernels.measure[(batch * parts,)](addresses, largest, squares, numel, part_size, **constants)
