@@ -352,7 +352,6 @@ def run(
         return COULD_NOT_RUN
     print("\n".join(_lines(task, found)), flush=True)
     if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(numbers(task, found), indent=1) + "\n")
         print(f"\nnumbers: {json_file}")
     if any(measured.ms is not None for measured in found.measured):
