@@ -13,7 +13,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -43,6 +43,8 @@ PASSES = 2
 _COULD_NOT_RUN = 2
 # Instrumented iterations, beside one that is dropped.
 _INSTRUMENTED = {"cuda": 12, "cpu": 6}
+# Of the memory that everything shares, in torch's snapshots.
+_NO_POOL = (0, 0)
 # How much of what is free the estimate may fill.
 _SHARE_OF_MEMORY = 0.8
 
@@ -82,7 +84,7 @@ class Contender:
 
         A collective. What it cannot do becomes ``problem``, on all ranks.
         """
-        before = _allocated(self._device)
+        before = _taken(self._device)
         problem = None
         try:
             self.engine = _engine(task, self.candidate, self._device)
@@ -98,7 +100,7 @@ class Contender:
             return
         gc.collect()
         synchronize(self._device)
-        after = _allocated(self._device)
+        after = _taken(self._device)
         if before is not None and after is not None:
             # A second build finds in place what all engines of this kind share.
             self._resident_now = after - before
@@ -127,16 +129,17 @@ class Contender:
 
     def measure(self, window: tuple[Tensor, Tensor]) -> None:
         """Time one iteration, and its memory."""
-        before = _allocated(self._device)
-        if before is not None:
+        on_gpu = self._device.type == "cuda"
+        before = torch.cuda.memory_allocated(self._device) if on_gpu else 0
+        if on_gpu:
             torch.cuda.reset_peak_memory_stats(self._device)
         ms, loss = self.iterate(window)
         self.times_ms.append(ms)
         self.loss = loss.item()
-        if before is not None:
-            of_others = before - self._resident_now
-            peak = torch.cuda.max_memory_allocated(self._device) - of_others
-            self.peak_bytes = max(self.peak_bytes or 0, peak)
+        if on_gpu:
+            # What others hold, and what graphs keep, is there before and after.
+            added = torch.cuda.max_memory_allocated(self._device) - before
+            self.peak_bytes = max(self.peak_bytes or 0, self._resident_now + added)
 
     def measure_parts(self, task: Task, text: Text, yardstick: Yardstick) -> None:
         """Time the parts of DSMuon's iterations; none of them counts among the others."""
@@ -225,9 +228,26 @@ def _wire(engine: Any) -> Wire:
     return Wire(reduction, others * elements * next(engine.module.parameters()).element_size(), exchange)
 
 
-def _allocated(device: torch.device) -> int | None:
-    """Bytes in tensors on the device; a CPU does not tell."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+def _taken(device: torch.device) -> int | None:
+    """Bytes that nobody else can have: in tensors on the device, or kept by CUDA graphs; a CPU does not tell."""
+    if device.type != "cuda":
+        return None
+    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    return torch.cuda.memory_allocated(device) + free_in_pools(segments, device)
+
+
+def free_in_pools(segments: Sequence[Mapping[str, Any]], device: torch.device) -> int:
+    """Bytes that are in no tensor but belong to a pool of CUDA graphs, whose replays write there.
+
+    Args:
+        segments: ``torch.cuda.memory_snapshot()``.
+        device: with its index.
+    """
+    return sum(
+        segment["total_size"] - segment["allocated_size"]
+        for segment in segments
+        if segment["device"] == device.index and tuple(segment["segment_pool_id"]) != _NO_POOL
+    )
 
 
 def _gather(value: T) -> list[T]:
