@@ -240,8 +240,8 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--rounds", type=_positive, metavar="N", help="timed iterations of each (default: 40; on CPU: 10)"
     )
     parser.add_argument(
-        "--candidates", nargs="+", choices=step.CANDIDATES, default=list(step.CANDIDATES), metavar="CANDIDATE",
-        help=f"whom to measure: {', '.join(step.CANDIDATES)} (default: all)",
+        "--candidates", nargs="+", choices=step.CANDIDATES, default=list(step.DEFAULTS), metavar="CANDIDATE",
+        help=f"whom to measure: {', '.join(step.CANDIDATES)} (default: all but the last)",
     )  # fmt: skip
     parser.add_argument(
         "--ns-backend", nargs="+", choices=("auto", *BACKENDS), metavar="BACKEND",

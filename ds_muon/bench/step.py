@@ -50,8 +50,12 @@ CANDIDATES = {
     "adamw-torch": "AdamW, torch fused",
     "muon": "DeepSpeed Muon",
     "dsmuon": "DSMuon",
+    "adamw-allreduce": "AdamW, FusedAdam, reduce_scatter false",
 }
-BASELINES = (CANDIDATES["adamw"], CANDIDATES["adamw-torch"])
+"""Key and name. By default all but the last, which shows what of the difference is the reduction that DSMuon needs."""
+DEFAULTS = ("adamw", "adamw-torch", "muon", "dsmuon")
+BASELINES = tuple(CANDIDATES[key] for key in ("adamw", "adamw-torch", "adamw-allreduce"))
+"""Surcharges are over the first of these that was measured."""
 
 COULD_NOT_RUN = 2
 
@@ -275,14 +279,15 @@ def make_candidates(
     """
     rates = {"lr": 0.02, "adam_lr": 3e-4}
     torch_adam = {"torch_adam": True} if on_cpu else {}  # for AdamW's half, where FusedAdam is not to be had
+    all_reduce = {"reduce_scatter": False}
+    fused = Candidate(
+        CANDIDATES["adamw"],
+        {"type": "AdamW", "params": {"lr": 3e-4}},
+        problem="a kernel for GPUs; torch's is the baseline on CPU" if on_cpu else None,
+    )
     found = {
-        "adamw": [
-            Candidate(
-                CANDIDATES["adamw"],
-                {"type": "AdamW", "params": {"lr": 3e-4}},
-                problem="a kernel for GPUs; torch's is the baseline on CPU" if on_cpu else None,
-            )
-        ],
+        "adamw": [fused],
+        "adamw-allreduce": [replace(fused, name=CANDIDATES["adamw-allreduce"], zero=all_reduce)],
         "adamw-torch": [
             Candidate(
                 CANDIDATES["adamw-torch"],
@@ -297,7 +302,7 @@ def make_candidates(
         ours = {**rates, **params, **({} if backend is None else {"ns_backend": backend})}
         DSMuonConfig.parse(ours, where="--params")
         name = CANDIDATES["dsmuon"] + (f", {backend}" if ns_backends and len(ns_backends) > 1 else "")
-        found["dsmuon"].append(Candidate(name, {"type": "DSMuon", "params": ours}, {"reduce_scatter": False}))
+        found["dsmuon"].append(Candidate(name, {"type": "DSMuon", "params": ours}, all_reduce))
     chosen = [candidate for key in keys for candidate in found[key]]
     names = [candidate.name for candidate in chosen]
     seen = [names[:place].count(name) for place, name in enumerate(names)]
@@ -397,19 +402,20 @@ def _lines(task: Task, found: Run) -> Iterator[str]:
     turns = "engines taking turns" if found.passes == 1 else f"engines built in {found.passes} passes, one at a time"
     yield f"whole iterations (forward, backward, step), medians of {task.rounds} rounds, {turns}"
     yield from found.notes
+    wide = max(24, *(2 + len(candidate.name) for candidate in task.candidates))
     yield (
-        f"\n{'':24}{'iteration':>11}{'surcharge':>11}{'of Muon':>9}{'tokens/s':>11}{'resident':>10}{'peak':>8}"
+        f"\n{'':{wide}}{'iteration':>11}{'surcharge':>11}{'of Muon':>9}{'tokens/s':>11}{'resident':>10}{'peak':>8}"
         f"{'on the wire, MB: gradients':>29}{'weights':>9}{'exchange':>10}{'loss':>8}"
     )
-    yield f"{'':24}{'ms':>11}{'ms':>11}{'':9}{'':11}{'MiB':>10}{'MiB':>8}"
+    yield f"{'':{wide}}{'ms':>11}{'ms':>11}{'':9}{'':11}{'MiB':>10}{'MiB':>8}"
     for entry in numbers(task, found)["candidates"]:
         if entry["problem"] is not None:
-            yield f"{entry['name']:24}  {entry['problem']}"
+            yield f"{entry['name']:{wide}}  {entry['problem']}"
             continue
         mib = [None if entry[key] is None else entry[key] / 2**20 for key in ("resident_bytes", "peak_bytes")]
         wire = [entry["wire"][key] / 1e6 for key in ("reduction", "all_gather", "exchange")]
         yield (
-            f"{entry['name']:24}{_number(entry['ms'], 11, 2)}{_number(entry['surcharge_ms'], 11, 2)}"
+            f"{entry['name']:{wide}}{_number(entry['ms'], 11, 2)}{_number(entry['surcharge_ms'], 11, 2)}"
             f"{_number(entry['over_muon'], 9, 3)}{_number(entry['tokens_per_second'], 11, 0)}"
             f"{_number(mib[0], 10, 0)}{_number(mib[1], 8, 0)}"
             f"{_number(wire[0], 29, 1)}{_number(wire[1], 9, 1)}{_number(wire[2], 10, 1)}{_number(entry['loss'], 8, 3)}"

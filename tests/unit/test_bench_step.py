@@ -22,7 +22,7 @@ from ds_muon.bench.step import CANDIDATES, Measured, Parts, RankParts, Run, Task
 from ds_muon.bench.step_rank import _middle_half, bytes_together
 from ds_muon.orthogonalize import NewtonSchulz
 
-ADAMW, TORCH, MUON, OURS = CANDIDATES.values()
+ADAMW, TORCH, MUON, OURS, ALLREDUCE = CANDIDATES.values()
 ROUNDS = 4
 # 3 layers of 12 matrices' worth of 128 x 128, embedding and head of 256 bytes, 7 norms.
 ELEMENTS = 3 * 12 * 128**2 + 2 * 256 * 128 + 7 * 128
@@ -209,8 +209,18 @@ def test_candidates_differ_in_their_optimizer_only() -> None:
     assert alone.name == OURS and alone.optimizer["params"] == {"lr": 0.01, "adam_lr": 3e-4}
 
 
+def test_adamw_can_be_reduced_as_dsmuon_is() -> None:
+    adamw, reduced, ours = make_candidates(["adamw", "adamw-allreduce", "dsmuon"], {}, None, on_cpu=False)
+    assert reduced.optimizer == adamw.optimizer and reduced.zero == ours.zero and reduced.name == ALLREDUCE
+    (on_cpu,) = make_candidates(["adamw-allreduce"], {}, None, on_cpu=True)
+    assert "a kernel for GPUs" in on_cpu.problem
+    assert "adamw-allreduce" not in step.DEFAULTS and set(step.DEFAULTS) < set(CANDIDATES)
+    run = Run("card", 2, "bf16", 10, 1, "matmul", (), {}, (Measured(ALLREDUCE, times_ms=(10,)), Measured(OURS)))
+    assert run.baseline() is run.measured[0]
+
+
 def task(model: str, **other: Any) -> Task:
-    candidates = make_candidates(list(CANDIDATES), {}, None, on_cpu=False)
+    candidates = make_candidates(step.DEFAULTS, {}, None, on_cpu=False)
     values = {"stage": 2, "micro_batch": 4, "sequence": 1024, "rounds": 10, "together": "auto"}
     return Task(model, candidates=candidates, **{**values, **other})
 
