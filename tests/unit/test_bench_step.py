@@ -239,7 +239,7 @@ def test_adamw_can_be_reduced_as_dsmuon_is() -> None:
 def task(model: str, **other: Any) -> Task:
     candidates = make_candidates(step.DEFAULTS, {}, None, on_cpu=False)
     values = {"stage": 2, "micro_batch": 4, "sequence": 1024, "rounds": 10, "together": "auto"}
-    return Task(model, candidates=candidates, **{**values, **other})
+    return Task(model, **{**values, "candidates": candidates, **other})
 
 
 def test_a_task_reaches_the_ranks_as_it_is() -> None:
