@@ -16,7 +16,7 @@ from typing import Any
 import ds_muon
 from ds_muon import planner
 from ds_muon.bench import newton_schulz, step
-from ds_muon.bench.chart import draw_costs
+from ds_muon.bench.chart import draw_costs, suffixes
 from ds_muon.launch import RanksFailed, run_ranks
 from ds_muon.orthogonalize import BACKENDS
 from ds_muon.owners import RATES, Rates
@@ -240,8 +240,8 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--rounds", type=_positive, metavar="N", help="timed iterations of each (default: 40; on CPU: 10)"
     )
     parser.add_argument(
-        "--candidates", nargs="+", choices=step.CANDIDATES, default=list(step.CANDIDATES), metavar="CANDIDATE",
-        help=f"whom to measure: {', '.join(step.CANDIDATES)} (default: all)",
+        "--candidates", nargs="+", choices=step.CANDIDATES, default=list(step.DEFAULTS), metavar="CANDIDATE",
+        help=f"whom to measure: {', '.join(step.CANDIDATES)} (default: all but the last)",
     )  # fmt: skip
     parser.add_argument(
         "--ns-backend", nargs="+", choices=("auto", *BACKENDS), metavar="BACKEND",
@@ -334,7 +334,6 @@ def _plan(options: argparse.Namespace) -> int:
         print(f" ({options.tflops:g} TFLOP/s and {options.link:g} GB/s per rank), param_order {options.param_order}\n")
         print(planner.table(costs[model]), end="\n\n")
     if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
         numbers = {model: [asdict(cost) for cost in of_model] for model, of_model in costs.items()}
         options.json.write_text(json.dumps(numbers, indent=1) + "\n")
         print(f"numbers: {options.json}")
@@ -345,15 +344,31 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _add_outputs(parser: argparse.ArgumentParser, picture: str) -> None:
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
+    """Files to write, refused before anything is measured."""
+    parser.add_argument("--json", type=_writable, metavar="FILE", help="write every number there")
     parser.add_argument("--chart", type=_chart, metavar="FILE", help=picture)
 
 
+def _writable(text: str) -> Path:
+    """A file that can be written; makes its folder."""
+    path = Path(text)
+    there = path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+        if not there:
+            path.unlink()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {error.strerror}") from error
+    return path
+
+
 def _chart(text: str) -> Path:
-    """Refused before anything is measured."""
     if find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError("it needs matplotlib: pip install 'ds-muon[plot]'")
-    return Path(text)
+    if Path(text).suffix.lower() not in suffixes():
+        raise argparse.ArgumentTypeError(f"{text}: the name must end in one of {' '.join(suffixes())}")
+    return _writable(text)
 
 
 def _json_object(text: str) -> dict[str, Any]:

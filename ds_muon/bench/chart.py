@@ -10,6 +10,17 @@ from ds_muon.planner import StepCost
 _COLOURS = ("#0072b2", "#56b4e9", "#999999", "#e69f00", "#ddcc77", "#882255", "#cc79a7", "#009e73")
 
 
+def suffixes() -> list[str]:
+    """Of the files that can be written, with their dots.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    return [f".{suffix}" for suffix in sorted(FigureCanvasBase.get_supported_filetypes())]
+
+
 def draw_bars(
     path: Path, title: str, axis: str, groups: Sequence[str], series: Mapping[str, Sequence[float | None]]
 ) -> None:
@@ -37,7 +48,6 @@ def draw_bars(
     axes.set_title(title)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
 
@@ -71,5 +81,4 @@ def draw_costs(path: Path, costs: Mapping[str, Sequence[StepCost]], tflops: floa
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

@@ -222,7 +222,6 @@ def run(
         print("\n".join(_lines(row)), flush=True)
     if json_file is not None:
         settings = {"device": name, "torch": torch.__version__, "dtype": dtype, "rounds": rounds}
-        json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps({**settings, "rows": [asdict(row) for row in done]}, indent=1) + "\n")
         print(f"numbers: {json_file}")
     if chart is not None:
@@ -240,10 +239,10 @@ def _over_floor(row: Row, name: str) -> float | None:
 def _lines(row: Row) -> Iterator[str]:
     leads = [(row.lead, "as fast as the best peer"), (row.call_lead, "in a call on an idle device")]
     said = "".join(f"; {lead:.2f} times {where}" for lead, where in leads if lead is not None)
-    yield f"{row.title}: matmul {row.matmul_tflops:.0f} TFLOP/s{said}"
+    yield f"{row.title}: matmul {row.matmul_tflops:.3g} TFLOP/s{said}"
     for t in row.timings:
         if t.ms is None:
             yield f"    {t.name:32}{t.problem}"
         else:
-            rates = f"{t.ms:9.3f} ms{t.tflops:7.0f} TFLOP/s{t.over_floor:7.2f} x floor{t.call_ms:9.3f} ms a call"
-            yield f"    {t.name:32}{rates}   error {t.error:.1e}"
+            rates = f"{t.tflops:8.3g} TFLOP/s {t.over_floor:8.2f} x floor"
+            yield f"    {t.name:32} {t.ms:8.3f} ms {rates} {t.call_ms:8.3f} ms a call   error {t.error:.1e}"

@@ -1,8 +1,9 @@
 """Where the time of a DSMuon iteration goes: methods of a running engine, timed from outside.
 
-The step has no hooks for this. For as long as it is instrumented, the methods are wrapped on their objects, and the
-device is idle whenever a part begins or ends: nothing overlaps, so the parts may add up to more than an iteration
-takes by itself. Such iterations are for the parts only.
+The step has no hooks for this. For as long as it is instrumented, the methods are wrapped on their objects, the device
+is idle whenever a part begins or ends, and what travels is waited for at once: nothing overlaps, so the parts may add
+up to more than an iteration takes by itself. Ranks begin a group's updates together: where a rank waits for others in
+"exchange", it is for their Newton-Schulz. Such iterations are for the parts only.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+import torch.distributed as dist
 from torch import Tensor
 
 from ds_muon.exchange import Transfer
@@ -24,6 +26,7 @@ PARTS = {
     "flatten": "averaged gradients to one fp32 tensor per group",
     "norm": "norm of the gradients, summed over the ranks",
     "momentum": "momentum and blend",
+    "wait": "for the other ranks, before each group's updates",
     "exchange": "travelling matrices to their owners and back",
     "newton_schulz": "Newton-Schulz",
     "write": "updates into the partition, scaled (NorMuon: its rows)",
@@ -82,9 +85,22 @@ def instrumented(engine: Any, recorder: Recorder) -> Iterator[None]:
 
             def timed(*args: Any, **kwargs: Any) -> Any:
                 with recorder.part(part):
-                    return original(*args, **kwargs)
+                    result = original(*args, **kwargs)
+                    if isinstance(result, Transfer):
+                        result.wait()
+                return result
 
             stack.enter_context(mock.patch.object(target, method, timed))
+
+        def begin_together(group: Any) -> None:
+            original = group.orthogonalize_
+
+            def together(*args: Any) -> None:
+                with recorder.part("wait"):
+                    dist.barrier()
+                original(*args)
+
+            stack.enter_context(mock.patch.object(group, "orthogonalize_", together))
 
         def count_bytes(exchange: Any) -> None:
             original = exchange._all_to_all
@@ -100,11 +116,11 @@ def instrumented(engine: Any, recorder: Recorder) -> Iterator[None]:
         time_as("momentum", zero.optimizer, "advance_momentum_")
         for group in zero.muon_groups:
             time_as("write", group, "orthogonalize_")
+            begin_together(group)
             time_as("newton_schulz", group, "_orthogonalize")
             time_as("exchange", group.exchange, "gather")
             time_as("exchange", group.exchange, "scatter")
             count_bytes(group.exchange)
-        time_as("exchange", Transfer, "wait")
         time_as("decide", zero.guard, "wait_for_findings")
         time_as("apply", zero, "_clip_adamw_")
         time_as("apply", zero, "_commit")

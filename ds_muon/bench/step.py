@@ -10,19 +10,28 @@ sources, as bytes), same order. What a config does not name is DeepSpeed's defau
     surcharge      what that is above AdamW's (FusedAdam's; torch's where FusedAdam is missing)
     of Muon's      the surcharge over that of DeepSpeed's Muon
     resident       memory that building the engine added and that stays after its first steps; the rank with most
-    peak           the most that was allocated in its iterations, less what the other engines hold; the rank with most
+    peak           that, and the most that its iterations allocate on top; the rank with most
     on the wire    bytes sent by all ranks in one iteration: a ring's for the gradients' all-reduce and for the
                    all-gather of the weights, from the parameter counts; the exchange of travelling matrices, by the
                    plan
 
+Memory is what lies in tensors, and what CUDA graphs keep for their temporaries, which nobody else can use. DSMuon
+engines share their graphs: the first one that is built is charged.
+
 DSMuon's parts come from iterations of their own, after the others, in which the device is idle whenever a part begins
-or ends: they overlap nothing, and may add up to more than the median above. Newton-Schulz and the bytes of the exchange
-are compared with `ds-muon plan` at the rate of a large matmul, timed in turns with those iterations.
+or ends: they overlap nothing, and may add up to more than the median above.
+
+Beside them stands what `ds-muon plan` would say of this step: its model of a step's time, with the plan of the engine,
+at rates measured in turns with those iterations, on random matrices and by exchanges of two sizes, all ranks at once.
+Measured is Newton-Schulz and exchange together, on the slowest rank of each iteration, the mean of the middle half.
+Ranks begin together, and wait in the exchange for the Newton-Schulz of others; the model has no such wait, but takes
+the slowest rank. The rate of a large matmul tells how far Newton-Schulz is from the floor.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import sys
@@ -36,8 +45,10 @@ import torch
 from ds_muon import planner
 from ds_muon.bench.chart import draw_bars
 from ds_muon.bench.parts import PARTS
+from ds_muon.bench.rates import middle_mean_of_slowest
 from ds_muon.config import DSMuonConfig, DSMuonConfigError
 from ds_muon.launch import RanksFailed, placement, run_ranks
+from ds_muon.owners import Rates
 
 MODELS = {"tiny": (3, 128), **{name.removeprefix("gpt-"): size for name, size in planner.GPTS.items()}}
 """Layers and width: a tiny one for CPUs, and the planner's. An odd number of layers straddles two ranks."""
@@ -47,8 +58,12 @@ CANDIDATES = {
     "adamw-torch": "AdamW, torch fused",
     "muon": "DeepSpeed Muon",
     "dsmuon": "DSMuon",
+    "adamw-allreduce": "AdamW, FusedAdam, reduce_scatter false",
 }
-BASELINES = (CANDIDATES["adamw"], CANDIDATES["adamw-torch"])
+"""Key and name. By default all but the last, which shows what of the difference is the reduction that DSMuon needs."""
+DEFAULTS = ("adamw", "adamw-torch", "muon", "dsmuon")
+BASELINES = tuple(CANDIDATES[key] for key in ("adamw", "adamw-torch", "adamw-allreduce"))
+"""Surcharges are over the first of these that was measured."""
 
 COULD_NOT_RUN = 2
 
@@ -109,29 +124,47 @@ class Wire:
 
 
 @dataclass(frozen=True)
+class Planned:
+    """What the engine's plan says of a step.
+
+    Attributes:
+        flops: operations of the most loaded rank.
+        exchange_bytes: that all ranks send.
+        rates: of the model, measured on these ranks.
+        ms: of the step by the model, at these rates.
+    """
+
+    flops: float
+    exchange_bytes: int
+    rates: Rates
+    ms: float
+
+
+@dataclass(frozen=True)
 class RankParts:
     """One rank's instrumented iterations.
 
     Attributes:
         iteration_ms: of one of them, the mean of the middle half by time.
         ms: of its parts, over the same ones; they add up to it.
+        step_ms: Newton-Schulz and exchange in each of them, the fast and the slow ones too.
         sent_bytes: by the exchange, in one of them.
         matmul_tflops: rate of the yardstick in between, the median.
     """
 
     iteration_ms: float
     ms: dict[str, float]
+    step_ms: tuple[float, ...]
     sent_bytes: int
     matmul_tflops: float
 
 
 @dataclass(frozen=True)
 class Parts:
-    """DSMuon's parts, by rank, and what ``ds-muon plan`` says: work of the most loaded rank, bytes of the exchange."""
+    """DSMuon's parts, by rank, and what the plan says of them."""
 
     ranks: tuple[RankParts, ...]
-    planned_flops: float
-    planned_bytes: int
+    planned: Planned
 
     @property
     def busiest(self) -> RankParts:
@@ -144,21 +177,35 @@ class Parts:
         return sum(rank.sent_bytes for rank in self.ranks)
 
     @property
-    def planned_ms(self) -> float:
+    def floor_ms(self) -> float:
         """Newton-Schulz of the most loaded rank, at the rate of the matmul on the busiest one."""
-        return self.planned_flops / self.busiest.matmul_tflops / 1e9
+        return self.planned.flops / self.busiest.matmul_tflops / 1e9
 
-    def comparison(self) -> dict[str, float | None]:
-        """Measured beside planned, with the ratios; that of no bytes to no bytes is None."""
-        measured = self.busiest.ms["newton_schulz"]
+    @property
+    def measured_ms(self) -> float:
+        """What the model is of: Newton-Schulz and exchange, of each iteration's slowest rank."""
+        return middle_mean_of_slowest([rank.step_ms for rank in self.ranks])
+
+    @property
+    def error(self) -> float:
+        """Of the model: what it says too much, or too little, as a part of what was measured."""
+        return self.planned.ms / self.measured_ms - 1
+
+    def beside_plan(self) -> dict[str, float | None]:
+        """Planned and measured, with the error; no rate of a link where nothing can be exchanged."""
+        planned, link = self.planned, self.planned.rates.bytes_per_second
         return {
+            "flops_per_second": planned.rates.flops,
+            "bytes_per_second": link if math.isfinite(link) else None,
+            "exchange_seconds": planned.rates.exchange_seconds,
+            "predicted_ms": planned.ms,
+            "measured_ms": self.measured_ms,
+            "error": self.error,
+            "newton_schulz_ms": self.busiest.ms["newton_schulz"],
             "matmul_tflops": self.busiest.matmul_tflops,
-            "newton_schulz_ms": measured,
-            "planned_newton_schulz_ms": self.planned_ms,
-            "newton_schulz_over_plan": measured / self.planned_ms,
+            "floor_ms": self.floor_ms,
             "exchange_bytes": self.sent_bytes,
-            "planned_exchange_bytes": self.planned_bytes,
-            "exchange_over_plan": self.sent_bytes / self.planned_bytes if self.planned_bytes else None,
+            "planned_exchange_bytes": planned.exchange_bytes,
         }
 
 
@@ -249,8 +296,13 @@ def _measured(wire: Mapping[str, Any] | None, parts: Mapping[str, Any] | None, *
     return Measured(
         **{**entry, "times_ms": tuple(entry["times_ms"])},
         wire=None if wire is None else Wire(**wire),
-        parts=None if parts is None else Parts(**{**parts, "ranks": tuple(RankParts(**r) for r in parts["ranks"])}),
+        parts=None if parts is None else _parts(**parts),
     )
+
+
+def _parts(ranks: Sequence[Mapping[str, Any]], planned: Mapping[str, Any]) -> Parts:
+    plan = Planned(**{**planned, "rates": Rates(**planned["rates"])})
+    return Parts(tuple(RankParts(**{**rank, "step_ms": tuple(rank["step_ms"])}) for rank in ranks), plan)
 
 
 # ---- the task -------------------------------------------------------------------------------------------------------
@@ -272,14 +324,15 @@ def make_candidates(
     """
     rates = {"lr": 0.02, "adam_lr": 3e-4}
     torch_adam = {"torch_adam": True} if on_cpu else {}  # for AdamW's half, where FusedAdam is not to be had
+    all_reduce = {"reduce_scatter": False}
+    fused = Candidate(
+        CANDIDATES["adamw"],
+        {"type": "AdamW", "params": {"lr": 3e-4}},
+        problem="a kernel for GPUs; torch's is the baseline on CPU" if on_cpu else None,
+    )
     found = {
-        "adamw": [
-            Candidate(
-                CANDIDATES["adamw"],
-                {"type": "AdamW", "params": {"lr": 3e-4}},
-                problem="a kernel for GPUs; torch's is the baseline on CPU" if on_cpu else None,
-            )
-        ],
+        "adamw": [fused],
+        "adamw-allreduce": [replace(fused, name=CANDIDATES["adamw-allreduce"], zero=all_reduce)],
         "adamw-torch": [
             Candidate(
                 CANDIDATES["adamw-torch"],
@@ -294,7 +347,7 @@ def make_candidates(
         ours = {**rates, **params, **({} if backend is None else {"ns_backend": backend})}
         DSMuonConfig.parse(ours, where="--params")
         name = CANDIDATES["dsmuon"] + (f", {backend}" if ns_backends and len(ns_backends) > 1 else "")
-        found["dsmuon"].append(Candidate(name, {"type": "DSMuon", "params": ours}, {"reduce_scatter": False}))
+        found["dsmuon"].append(Candidate(name, {"type": "DSMuon", "params": ours}, all_reduce))
     chosen = [candidate for key in keys for candidate in found[key]]
     names = [candidate.name for candidate in chosen]
     seen = [names[:place].count(name) for place, name in enumerate(names)]
@@ -352,7 +405,6 @@ def run(
         return COULD_NOT_RUN
     print("\n".join(_lines(task, found)), flush=True)
     if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(numbers(task, found), indent=1) + "\n")
         print(f"\nnumbers: {json_file}")
     if any(measured.ms is not None for measured in found.measured):
@@ -372,7 +424,8 @@ def numbers(task: Task, found: Run) -> dict[str, Any]:
         entry = asdict(measured) | {"optimizer": candidate.optimizer, "zero_optimization": candidate.zero}
         entry |= {"ms": measured.ms, "tokens_per_second": None if measured.ms is None else 1e3 * tokens / measured.ms}
         entry |= {"surcharge_ms": found.surcharge_ms(measured), "over_muon": found.over_muon(measured)}
-        entry["beside_plan"] = None if measured.parts is None else measured.parts.comparison()
+        entry["parts"] = None if measured.parts is None else {"ranks": [asdict(r) for r in measured.parts.ranks]}
+        entry["beside_plan"] = None if measured.parts is None else measured.parts.beside_plan()
         entries.append(entry)
     return {
         **{key: value for key, value in asdict(task).items() if key != "candidates"},
@@ -395,19 +448,20 @@ def _lines(task: Task, found: Run) -> Iterator[str]:
     turns = "engines taking turns" if found.passes == 1 else f"engines built in {found.passes} passes, one at a time"
     yield f"whole iterations (forward, backward, step), medians of {task.rounds} rounds, {turns}"
     yield from found.notes
+    wide = max(24, *(2 + len(candidate.name) for candidate in task.candidates))
     yield (
-        f"\n{'':24}{'iteration':>11}{'surcharge':>11}{'of Muon':>9}{'tokens/s':>11}{'resident':>10}{'peak':>8}"
+        f"\n{'':{wide}}{'iteration':>11}{'surcharge':>11}{'of Muon':>9}{'tokens/s':>11}{'resident':>10}{'peak':>8}"
         f"{'on the wire, MB: gradients':>29}{'weights':>9}{'exchange':>10}{'loss':>8}"
     )
-    yield f"{'':24}{'ms':>11}{'ms':>11}{'':9}{'':11}{'MiB':>10}{'MiB':>8}"
+    yield f"{'':{wide}}{'ms':>11}{'ms':>11}{'':9}{'':11}{'MiB':>10}{'MiB':>8}"
     for entry in numbers(task, found)["candidates"]:
         if entry["problem"] is not None:
-            yield f"{entry['name']:24}  {entry['problem']}"
+            yield f"{entry['name']:{wide}}  {entry['problem']}"
             continue
         mib = [None if entry[key] is None else entry[key] / 2**20 for key in ("resident_bytes", "peak_bytes")]
         wire = [entry["wire"][key] / 1e6 for key in ("reduction", "all_gather", "exchange")]
         yield (
-            f"{entry['name']:24}{_number(entry['ms'], 11, 2)}{_number(entry['surcharge_ms'], 11, 2)}"
+            f"{entry['name']:{wide}}{_number(entry['ms'], 11, 2)}{_number(entry['surcharge_ms'], 11, 2)}"
             f"{_number(entry['over_muon'], 9, 3)}{_number(entry['tokens_per_second'], 11, 0)}"
             f"{_number(mib[0], 10, 0)}{_number(mib[1], 8, 0)}"
             f"{_number(wire[0], 29, 1)}{_number(wire[1], 9, 1)}{_number(wire[2], 10, 1)}{_number(entry['loss'], 8, 3)}"
@@ -432,14 +486,22 @@ def _part_lines(name: str, parts: Parts, matmul: str) -> Iterator[str]:
         yield f"  {part:14}{busiest.ms[part]:14.2f}{mean:9.2f}   {meaning}"
     whole = statistics.fmean(rank.iteration_ms for rank in parts.ranks)
     yield f"  {'iteration':14}{busiest.iteration_ms:14.2f}{whole:9.2f}"
-    ratio = busiest.ms["newton_schulz"] / parts.planned_ms
+    rates, beside = parts.planned.rates, parts.beside_plan()
+    link = "" if beside["bytes_per_second"] is None else f", {rates.bytes_per_second / 1e9:.3g} GB/s"
     yield (
-        f"beside ds-muon plan: Newton-Schulz {busiest.ms['newton_schulz']:.2f} ms, planned {parts.planned_ms:.2f} ms "
-        f"at the {busiest.matmul_tflops:.3g} TFLOP/s of a {matmul}: {ratio:.2f} times"
+        f"beside ds-muon plan, at rates measured meanwhile: {rates.flops / 1e12:.3g} TFLOP/s of Newton-Schulz{link}, "
+        f"{1e3 * rates.exchange_seconds:.3g} ms per exchange"
     )
-    exchange = f"exchange {parts.sent_bytes / 1e6:.2f} MB, planned {parts.planned_bytes / 1e6:.2f} MB"
-    over_plan = parts.comparison()["exchange_over_plan"]
-    yield f"  {exchange}" + (": no matrix travels" if over_plan is None else f": {over_plan:.2f} times")
+    yield (
+        f"  Newton-Schulz and exchange, slowest rank: predicted {parts.planned.ms:.2f} ms, "
+        f"measured {parts.measured_ms:.2f} ms: error {100 * parts.error:+.1f} %"
+    )
+    ours = busiest.ms["newton_schulz"]
+    yield (
+        f"  Newton-Schulz, busiest rank: {ours:.2f} ms, {ours / parts.floor_ms:.2f} times what it is at the "
+        f"{busiest.matmul_tflops:.3g} TFLOP/s of a {matmul}"
+    )
+    yield f"  exchange {parts.sent_bytes / 1e6:.2f} MB, planned {parts.planned.exchange_bytes / 1e6:.2f} MB"
 
 
 def _draw(path: Path, task: Task, found: Run) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import itertools
 import math
 import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -23,13 +24,15 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
 
 import ds_muon
-from ds_muon import planner
 from ds_muon.bench.clock import Yardstick, synchronize
 from ds_muon.bench.parts import PARTS, Recorder, instrumented
-from ds_muon.bench.step import CANDIDATES, Candidate, Measured, Parts, RankParts, Run, Task, Wire
+from ds_muon.bench.rates import RateMeter
+from ds_muon.bench.step import CANDIDATES, Candidate, Measured, Parts, Planned, RankParts, Run, Task, Wire
 from ds_muon.exchange import element_bytes
+from ds_muon.guard import gather
 from ds_muon.launch import finish, say_why
 from ds_muon.verify.gpt import GPT, GPTConfig
 from ds_muon.verify.subject import draw_windows, standard_library
@@ -42,7 +45,13 @@ WARMUP = 3
 PASSES = 2
 _COULD_NOT_RUN = 2
 # Instrumented iterations, beside one that is dropped.
-_INSTRUMENTED = {"cuda": 12, "cpu": 6}
+_INSTRUMENTED = 12
+# How long a rank that failed gives others to fail as well, in seconds, before it ends the run.
+_PATIENCE = 30.0
+# Numbers them, alike on all ranks.
+_BUILDS = itertools.count()
+# Of the memory that everything shares, in torch's snapshots.
+_NO_POOL = (0, 0)
 # How much of what is free the estimate may fill.
 _SHARE_OF_MEMORY = 0.8
 
@@ -72,8 +81,8 @@ class Contender:
         self.peak_bytes: int | None = None
         self.loss = math.nan
         self.wire: Wire | None = None
-        self.parts: tuple[RankParts, float, int] | None = None
-        """This rank's, and the plan's work and bytes."""
+        self.parts: RankParts | None = None
+        self.planned: Planned | None = None
         self._device = device
         self._resident_now = 0
 
@@ -81,9 +90,12 @@ class Contender:
         """Build the engine and let it make its first steps, alone; measure the memory that this added and that stays.
 
         A collective. What it cannot do becomes ``problem``, on all ranks.
+
+        Raises:
+            Exception: what went wrong on this rank, if other ranks are stuck in a collective over it.
         """
-        before = _allocated(self._device)
-        problem = None
+        before = _taken(self._device)
+        problem: Exception | None = None
         try:
             self.engine = _engine(task, self.candidate, self._device)
             for index in range(WARMUP):
@@ -91,14 +103,14 @@ class Contender:
         except torch.OutOfMemoryError:
             raise  # says more than the table could, and may have come to one rank only
         except Exception as error:  # whatever its kernels or its config make of this machine
-            problem = (str(error) or type(error).__name__).strip().splitlines()[0]
-        self.problem = next((p for p in _gather(problem) if p is not None), None)
+            problem = error
+        self.problem = _first_problem(problem)
         if self.problem is not None:
             self.engine = None
             return
         gc.collect()
         synchronize(self._device)
-        after = _allocated(self._device)
+        after = _taken(self._device)
         if before is not None and after is not None:
             # A second build finds in place what all engines of this kind share.
             self._resident_now = after - before
@@ -127,26 +139,31 @@ class Contender:
 
     def measure(self, window: tuple[Tensor, Tensor]) -> None:
         """Time one iteration, and its memory."""
-        before = _allocated(self._device)
-        if before is not None:
+        on_gpu = self._device.type == "cuda"
+        before = torch.cuda.memory_allocated(self._device) if on_gpu else 0
+        if on_gpu:
             torch.cuda.reset_peak_memory_stats(self._device)
         ms, loss = self.iterate(window)
         self.times_ms.append(ms)
         self.loss = loss.item()
-        if before is not None:
-            of_others = before - self._resident_now
-            peak = torch.cuda.max_memory_allocated(self._device) - of_others
-            self.peak_bytes = max(self.peak_bytes or 0, peak)
+        if on_gpu:
+            # What others hold, and what graphs keep, is there before and after.
+            added = torch.cuda.max_memory_allocated(self._device) - before
+            self.peak_bytes = max(self.peak_bytes or 0, self._resident_now + added)
 
-    def measure_parts(self, task: Task, text: Text, yardstick: Yardstick) -> None:
-        """Time the parts of DSMuon's iterations; none of them counts among the others."""
+    def measure_parts(self, text: Text, yardstick: Yardstick) -> None:
+        """Time the parts of DSMuon's iterations, none of which counts among the others; ask the plan for their time."""
+        zero = self.engine.optimizer
+        normuon = zero.optimizer.config.variant == "normuon"
+        meter = RateMeter(zero.plan, zero.newton_schulz, self._device, normuon=normuon)
         recorder = Recorder(partial(synchronize, self._device))
         iterations: list[tuple[float, dict[str, float]]] = []
         matmuls = []
         with instrumented(self.engine, recorder):
-            for index in range(1 + _INSTRUMENTED[self._device.type]):
+            for index in range(1 + _INSTRUMENTED):
                 window = text.window(index)
                 matmuls.append(yardstick.milliseconds())
+                meter.measure()
                 dist.barrier()
                 recorder.reset()
                 with recorder.part("rest"):
@@ -156,26 +173,17 @@ class Contender:
                         self.engine.backward(loss)
                     self.engine.step()
                 iterations.append((sum(recorder.ms.values()), {part: recorder.ms[part] for part in PARTS}))
-        settings, world_size = self.engine.optimizer.newton_schulz, dist.get_world_size()
-        config = self.engine.optimizer.optimizer.config
-        plan = planner.step_cost(
-            planner.gpt(task.layers, task.width),
-            world_size,
-            settings,
-            normuon=config.variant == "normuon",
-            param_order=config.param_order,
-        )
         rate = yardstick.rate(statistics.median(matmuls)) / 1e12
-        self.parts = (
-            RankParts(*_middle_half(iterations[1:]), recorder.sent_bytes, rate),
-            plan.busiest_flops,
-            plan.moved_bytes,
-        )
+        step_ms = tuple(ms["newton_schulz"] + ms["exchange"] for _, ms in iterations[1:])
+        self.parts = RankParts(*_middle_half(iterations[1:]), step_ms, recorder.sent_bytes, rate)
+        rates, size = meter.rates(), element_bytes(zero.newton_schulz, normuon=normuon)
+        ms = 1e3 * zero.plan.seconds(rates, element_bytes=size)
+        self.planned = Planned(max(zero.plan.loads), zero.plan.moved_elements() * size, rates, ms)
 
     def measured(self) -> Measured:
         """Of all ranks. A collective."""
         times, resident, peak, losses, parts = zip(
-            *_gather((self.times_ms, self.resident_bytes, self.peak_bytes, self.loss, self.parts)), strict=True
+            *gather((self.times_ms, self.resident_bytes, self.peak_bytes, self.loss, self.parts), None), strict=True
         )
         if self.problem is not None:
             return Measured(self.candidate.name, self.problem)
@@ -186,7 +194,7 @@ class Contender:
             peak_bytes=None if self.peak_bytes is None else max(peak),
             loss=statistics.fmean(losses),
             wire=self.wire,
-            parts=None if self.parts is None else Parts(tuple(p for p, _, _ in parts), *self.parts[1:]),
+            parts=None if self.planned is None else Parts(parts, self.planned),
         )
 
 
@@ -231,16 +239,44 @@ def _wire(engine: Any) -> Wire:
     return Wire(reduction, others * elements * next(engine.module.parameters()).element_size(), exchange)
 
 
-def _allocated(device: torch.device) -> int | None:
-    """Bytes in tensors on the device; a CPU does not tell."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+def _first_problem(problem: Exception | None) -> str | None:
+    """That of any rank, on all of them, in a line. A collective, but through the store: others may wait in another.
+
+    Raises:
+        Exception: ``problem``, if other ranks have not said within ``_PATIENCE`` seconds how they fared.
+    """
+    said = "" if problem is None else (str(problem) or type(problem).__name__).strip().splitlines()[0]
+    store, build = _get_default_store(), next(_BUILDS)
+    keys = [f"ds_muon.bench.step/{build}/{rank}" for rank in range(dist.get_world_size())]
+    store.set(keys[dist.get_rank()], said)
+    deadline = time.monotonic() + _PATIENCE
+    while not store.check(keys):
+        if problem is not None and time.monotonic() > deadline:
+            raise problem
+        time.sleep(0.01)
+    return next((text for text in (store.get(key).decode() for key in keys) if text), None)
 
 
-def _gather(value: T) -> list[T]:
-    """What every rank brings. A collective."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+def _taken(device: torch.device) -> int | None:
+    """Bytes that nobody else can have: in tensors on the device, or kept by CUDA graphs; a CPU does not tell."""
+    if device.type != "cuda":
+        return None
+    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    return torch.cuda.memory_allocated(device) + free_in_pools(segments, device)
+
+
+def free_in_pools(segments: Sequence[Mapping[str, Any]], device: torch.device) -> int:
+    """Bytes that are in no tensor but belong to a pool of CUDA graphs, whose replays write there.
+
+    Args:
+        segments: ``torch.cuda.memory_snapshot()``.
+        device: with its index.
+    """
+    return sum(
+        segment["total_size"] - segment["allocated_size"]
+        for segment in segments
+        if segment["device"] == device.index and tuple(segment["segment_pool_id"]) != _NO_POOL
+    )
 
 
 # ---- all candidates -------------------------------------------------------------------------------------------------
@@ -264,7 +300,7 @@ def fit_together(task: Task, parameters: int, device: torch.device) -> bool:
     if task.together != "auto" or device.type == "cpu":
         return task.together != "no"
     free, _ = torch.cuda.mem_get_info(device)
-    return min(_gather(free)) * _SHARE_OF_MEMORY > bytes_together(task, parameters, dist.get_world_size())
+    return min(gather(free, None)) * _SHARE_OF_MEMORY > bytes_together(task, parameters, dist.get_world_size())
 
 
 def measure(task: Task, device: torch.device) -> Run:
@@ -315,7 +351,7 @@ def _all_at_once(
             contender.measure(window)
     yardstick = make_yardstick()
     for contender in filter(_is_ours, ready):
-        contender.measure_parts(task, text, yardstick)
+        contender.measure_parts(text, yardstick)
     return yardstick
 
 
@@ -332,7 +368,7 @@ def _one_at_a_time(
                     contender.measure(text.window(1 + WARMUP + index))
                 if share == PASSES - 1 and _is_ours(contender):
                     yardstick = make_yardstick()
-                    contender.measure_parts(task, text, yardstick)
+                    contender.measure_parts(text, yardstick)
             contender.destroy()
     return yardstick or make_yardstick()
 

@@ -101,3 +101,46 @@ def test_only_the_candidates_that_are_named_are_timed(capsys: pytest.CaptureFixt
     )
     out = capsys.readouterr().out
     assert "ds_muon torch" in out and "a copy" in out and "one by one" not in out and "failing" not in out
+
+
+def test_columns_stay_apart_on_tiny_shapes() -> None:
+    (line,) = list(newton_schulz._lines(Row(1, 2, 2, 0.01, (Timing("x", 0.7, 0.3, 2.15e-07, 78761.7, 4.6e-07),))))[1:]
+    expected = "x 0.700 ms 2.15e-07 TFLOP/s 78761.70 x floor 0.300 ms a call error 4.6e-07"
+    assert line.split() == expected.split()
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "loop").symlink_to("loop")
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", ["bench newton-schulz", "bench step", "plan gpt-124m"])
+@pytest.mark.parametrize(
+    ("option", "name", "said"),
+    [
+        ("--json", ".", "Is a directory"),
+        ("--json", "file/n.json", "cannot be written"),
+        ("--json", "loop", "symbolic links"),
+        ("--chart", "loop/c.png", "cannot be written"),
+        ("--chart", "c.mp4", "must end in one of"),
+        ("--chart", "c", "must end in one of"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    command: str, option: str, name: str, said: str, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command.split(), option, str(files / name)])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and option in error and said in error and "starting" not in error
+    assert sorted(path.name for path in files.iterdir()) == ["file", "loop"]
+
+
+def test_asking_whether_a_file_can_be_written_leaves_it_alone(files: Path) -> None:
+    assert cli._writable(str(files / "file")).read_text() == "kept"
+    assert not cli._writable(str(files / "new" / "n.json")).exists()

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
+import os
 import statistics
+import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -14,15 +18,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ds_muon import cli, planner
 from ds_muon.bench import parts, step, step_rank
+from ds_muon.bench import rates as rates_module
 from ds_muon.bench.parts import PARTS, Recorder, instrumented
-from ds_muon.bench.step import CANDIDATES, Measured, Parts, RankParts, Run, Task, Wire, make_candidates
+from ds_muon.bench.step import CANDIDATES, Measured, Parts, Planned, RankParts, Run, Task, Wire, make_candidates
 from ds_muon.bench.step_rank import _middle_half, bytes_together
+from ds_muon.launch import RanksFailed, run_ranks
 from ds_muon.orthogonalize import NewtonSchulz
+from ds_muon.owners import Rates
 
-ADAMW, TORCH, MUON, OURS = CANDIDATES.values()
+ADAMW, TORCH, MUON, OURS, ALLREDUCE = CANDIDATES.values()
 ROUNDS = 4
 # 3 layers of 12 matrices' worth of 128 x 128, embedding and head of 256 bytes, 7 norms.
 ELEMENTS = 3 * 12 * 128**2 + 2 * 256 * 128 + 7 * 128
@@ -119,14 +127,16 @@ def test_parts_add_up_to_the_instrumented_iteration(entries: dict[str, dict[str,
 def test_the_plan_stands_beside_what_was_measured(entries: dict[str, dict[str, Any]]) -> None:
     entry = entries[f"{OURS}, torch"]
     beside, ranks = entry["beside_plan"], entry["parts"]["ranks"]
-    settings = NewtonSchulz.resolve(torch.device("cpu"))
-    plan = planner.step_cost(planner.gpt(3, 128), 2, settings)
+    assert beside["flops_per_second"] > 0 and beside["exchange_seconds"] > 0
+    rates = Rates(beside["flops_per_second"], beside["bytes_per_second"] or math.inf, beside["exchange_seconds"])
+    plan = planner.step_cost(planner.gpt(3, 128), 2, NewtonSchulz.resolve(torch.device("cpu")), rates=rates)
+    assert beside["predicted_ms"] == pytest.approx(1e3 * plan.seconds)
+    assert beside["measured_ms"] == rates_module.middle_mean_of_slowest([rank["step_ms"] for rank in ranks])
+    assert beside["error"] == pytest.approx(beside["predicted_ms"] / beside["measured_ms"] - 1)
     assert beside["exchange_bytes"] == sum(rank["sent_bytes"] for rank in ranks) == entry["wire"]["exchange"]
-    assert beside["planned_exchange_bytes"] == plan.moved_bytes and beside["exchange_over_plan"] == 1.0
+    assert beside["planned_exchange_bytes"] == plan.moved_bytes
     assert beside["newton_schulz_ms"] == max(rank["ms"]["newton_schulz"] for rank in ranks)
-    planned = 1e3 * plan.busiest_flops / (1e12 * beside["matmul_tflops"])
-    assert beside["planned_newton_schulz_ms"] == pytest.approx(planned)
-    assert beside["newton_schulz_over_plan"] == pytest.approx(beside["newton_schulz_ms"] / planned)
+    assert beside["floor_ms"] == pytest.approx(1e3 * plan.busiest_flops / (1e12 * beside["matmul_tflops"]))
 
 
 def test_it_prints_a_table_and_draws_a_chart(ran: tuple[dict[str, Any], str], folder: Path) -> None:
@@ -143,14 +153,21 @@ def test_it_prints_a_table_and_draws_a_chart(ran: tuple[dict[str, Any], str], fo
 
 def test_engines_built_one_after_another_share_the_rounds(folder: Path) -> None:
     path = folder / "alone.json"
-    arguments = ("--together", "no", "--rounds", "3", "--stage", "1", "--params", '{"variant": "normuon"}')
+    params = '{"variant": "normuon", "adamw_params": ["*up*"]}'
+    arguments = ("--together", "no", "--rounds", "3", "--stage", "1", "--params", params)
     code, out = bench("--candidates", "dsmuon", *arguments, "--json", str(path))
     found = json.loads(path.read_text())
     assert code == 0 and found["passes"] == 2 and found["baseline"] is None and "no AdamW was measured" in out
     assert "built in 2 passes, one at a time" in out and "ZeRO-1" in out
     (entry,) = found["candidates"]
     assert len(entry["times_ms"]) == 3 and entry["surcharge_ms"] is None and entry["over_muon"] is None
-    assert entry["optimizer"]["params"]["variant"] == "normuon" and entry["beside_plan"]["exchange_over_plan"] == 1.0
+    assert entry["optimizer"]["params"]["variant"] == "normuon"
+    # The plan is that of the matrices that Muon has: without those that --params routes to AdamW.
+    shapes = [(name, shape) for name, shape in planner.gpt(3, 128) if not name.endswith("up")]
+    beside, settings = entry["beside_plan"], NewtonSchulz.resolve(torch.device("cpu"))
+    plan = planner.step_cost(shapes, 2, settings, normuon=True)
+    assert beside["planned_exchange_bytes"] == plan.moved_bytes == beside["exchange_bytes"] == 0
+    assert beside["floor_ms"] == pytest.approx(1e3 * plan.busiest_flops / (1e12 * beside["matmul_tflops"]))
 
 
 # ---- options --------------------------------------------------------------------------------------------------------
@@ -209,10 +226,20 @@ def test_candidates_differ_in_their_optimizer_only() -> None:
     assert alone.name == OURS and alone.optimizer["params"] == {"lr": 0.01, "adam_lr": 3e-4}
 
 
+def test_adamw_can_be_reduced_as_dsmuon_is() -> None:
+    adamw, reduced, ours = make_candidates(["adamw", "adamw-allreduce", "dsmuon"], {}, None, on_cpu=False)
+    assert reduced.optimizer == adamw.optimizer and reduced.zero == ours.zero and reduced.name == ALLREDUCE
+    (on_cpu,) = make_candidates(["adamw-allreduce"], {}, None, on_cpu=True)
+    assert "a kernel for GPUs" in on_cpu.problem
+    assert "adamw-allreduce" not in step.DEFAULTS and set(step.DEFAULTS) < set(CANDIDATES)
+    run = Run("card", 2, "bf16", 10, 1, "matmul", (), {}, (Measured(ALLREDUCE, times_ms=(10,)), Measured(OURS)))
+    assert run.baseline() is run.measured[0]
+
+
 def task(model: str, **other: Any) -> Task:
-    candidates = make_candidates(list(CANDIDATES), {}, None, on_cpu=False)
+    candidates = make_candidates(step.DEFAULTS, {}, None, on_cpu=False)
     values = {"stage": 2, "micro_batch": 4, "sequence": 1024, "rounds": 10, "together": "auto"}
-    return Task(model, candidates=candidates, **{**values, **other})
+    return Task(model, **{**values, "candidates": candidates, **other})
 
 
 def test_a_task_reaches_the_ranks_as_it_is() -> None:
@@ -253,14 +280,26 @@ def test_no_surcharge_is_no_yardstick() -> None:
 
 
 def test_a_run_survives_its_file(tmp_path: Path) -> None:
-    ranks = tuple(RankParts(3.0, {**dict.fromkeys(PARTS, 0.0), "newton_schulz": ms}, 8, 0.5) for ms in (1.0, 2.0))
-    found = Parts(ranks, planned_flops=5e8, planned_bytes=0)
+    ranks = tuple(
+        RankParts(3.0, {**dict.fromkeys(PARTS, 0.0), "newton_schulz": ms}, steps, 8, 0.5)
+        for ms, steps in ((1.0, (3.0, 1.0, 4.0, 9.0)), (2.0, (2.0, 5.0, 4.0, 8.0)))
+    )
+    found = Parts(ranks, Planned(5e8, 0, Rates(1e12, math.inf, 0.0), 1.5))
     run = Run("card", 2, "bf16", 10, 1, "matmul", (), {}, (Measured(OURS, times_ms=(1.0,), parts=found),))
     (tmp_path / "run.json").write_text(run.to_json())
     assert Run.read(tmp_path / "run.json") == run
-    beside = found.comparison()
-    assert beside["newton_schulz_ms"] == 2.0 and beside["planned_newton_schulz_ms"] == pytest.approx(1.0)
-    assert beside["exchange_bytes"] == 16 and beside["exchange_over_plan"] is None
+    beside = found.beside_plan()
+    assert beside["newton_schulz_ms"] == 2.0 and beside["floor_ms"] == pytest.approx(1.0)
+    assert beside["exchange_bytes"] == 16 and beside["bytes_per_second"] is None
+    # The slowest ranks of the iterations took 3, 5, 4 and 9 ms, of which the middle half are 4 and 5.
+    assert beside["measured_ms"] == 4.5 and beside["error"] == pytest.approx(1.5 / 4.5 - 1)
+    json.dumps(beside, allow_nan=False)
+
+
+def test_matrices_straddle_on_cpus() -> None:
+    settings = NewtonSchulz.resolve(torch.device("cpu"))
+    shapes = planner.gpt(*step.MODELS["tiny"])
+    assert all(planner.step_cost(shapes, size, settings).straddling for size in (2, 4, 8))
 
 
 def test_the_middle_half_leaves_out_both_ends() -> None:
@@ -272,12 +311,23 @@ def test_the_middle_half_leaves_out_both_ends() -> None:
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 
+def segment(total: int, allocated: int, pool: tuple[int, int], device: int = 0) -> dict[str, Any]:
+    """As torch.cuda.memory_snapshot has it."""
+    return {"device": device, "total_size": total, "allocated_size": allocated, "segment_pool_id": pool}
+
+
 class Engine:
-    """Takes memory as engines do: 40 for weights, 8 for the state of its first step, 100 while it works."""
+    """Takes memory as engines do: 40 for weights, 8 for the state of its first step, 100 while it works.
+
+    The first that is built leaves a graph, with 30 in a pool of its own, of which 10 are in a tensor.
+    """
 
     def __init__(self, memory: SimpleNamespace) -> None:
         self.memory, self.steps = memory, 0
         memory.now += 40
+        if not memory.pools:
+            memory.pools = [segment(30, 10, (0, 1))]
+            memory.now += 10
 
     def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         self.memory.peak = max(self.memory.peak, self.memory.now + 100)
@@ -292,33 +342,111 @@ class Engine:
 
 
 def test_an_engine_is_charged_for_its_own_memory_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = SimpleNamespace(now=1000, peak=0)
+    memory = SimpleNamespace(now=1000, peak=0, pools=[])
     monkeypatch.setattr(step_rank, "_engine", lambda *args: Engine(memory))
     monkeypatch.setattr(step_rank, "_wire", lambda engine: None)
-    monkeypatch.setattr(step_rank, "_allocated", lambda device: memory.now)
-    monkeypatch.setattr(step_rank, "_gather", lambda value: [value])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: memory.now)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [segment(5000, 1000, (0, 0)), *memory.pools])
+    monkeypatch.setattr(step_rank, "_first_problem", lambda problem: None)
     monkeypatch.setattr(step_rank, "synchronize", lambda device: None)
     monkeypatch.setattr(step_rank.dist, "barrier", lambda: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: setattr(memory, "peak", memory.now))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: memory.peak)
     text: Any = SimpleNamespace(window=lambda index: (torch.zeros(1), torch.zeros(1)))
-    first, second = (step_rank.Contender(c, torch.device("cuda")) for c in task("303m").candidates[:2])
+    first, second = (step_rank.Contender(c, torch.device("cuda", 0)) for c in task("303m").candidates[:2])
     first.build(task("303m"), text)
     second.build(task("303m"), text)
     memory.now += 500  # somebody else's, later
-    for contender in (first, second):
+    for contender, graphs in ((first, 30), (second, 0)):
         contender.measure(text.window(0))
-        assert contender.resident_bytes == 48 and contender.peak_bytes == 148
+        assert contender.resident_bytes == 48 + graphs and contender.peak_bytes == 148 + graphs
 
 
-def test_a_failure_on_any_rank_is_every_ranks_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_rank, "_engine", lambda *args: Engine(SimpleNamespace(now=0, peak=0)))
+def test_what_is_free_in_a_pool_of_graphs_is_taken() -> None:
+    segments = [
+        segment(100, 60, (0, 0)),
+        segment(30, 10, (0, 1)),
+        segment(7, 0, (3, 0)),
+        segment(900, 1, (0, 1), device=1),
+    ]
+    assert step_rank.free_in_pools(segments, torch.device("cuda", 0)) == 20 + 7
+    assert step_rank.free_in_pools(segments, torch.device("cuda", 1)) == 899
+    assert step_rank.free_in_pools([], torch.device("cuda", 0)) == 0
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+    """Of two ranks, of which this is the first."""
+    store = dist.HashStore()
+    monkeypatch.setattr(step_rank, "_get_default_store", lambda: store)
+    monkeypatch.setattr(step_rank, "_BUILDS", itertools.count())
+    monkeypatch.setattr(step_rank, "_PATIENCE", 0.05)
+    monkeypatch.setattr(step_rank.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(step_rank.dist, "get_world_size", lambda: 2)
+    return store
+
+
+def test_a_failure_on_any_rank_is_every_ranks_problem(monkeypatch: pytest.MonkeyPatch, store: dist.Store) -> None:
+    store.set("ds_muon.bench.step/0/1", "no compiler")
+    monkeypatch.setattr(step_rank, "_engine", lambda *args: Engine(SimpleNamespace(now=0, peak=0, pools=[1])))
     monkeypatch.setattr(step_rank.dist, "barrier", lambda: None)
-    monkeypatch.setattr(step_rank, "_gather", lambda value: [value, "no compiler"])
     text: Any = SimpleNamespace(window=lambda index: (torch.zeros(1), torch.zeros(1)))
     contender = step_rank.Contender(task("303m").candidates[0], torch.device("cpu"))
     contender.build(task("303m"), text)
     assert contender.problem == "no compiler" and contender.engine is None
+
+
+def test_a_rank_that_fails_alone_does_not_wait_for_those_that_wait_for_it(store: dist.Store) -> None:
+    with pytest.raises(RuntimeError, match="no memory"):
+        step_rank._first_problem(RuntimeError("no memory\nand more"))
+    store.set("ds_muon.bench.step/1/1", "")
+    assert step_rank._first_problem(RuntimeError("no memory\nand more")) == "no memory"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["iterate", "measure", "measure_parts"])
+def test_one_failing_rank_ends_the_run(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it builds an engine, in a round, or among the parts."""
+    candidates = make_candidates(["dsmuon"], {}, None, on_cpu=True)
+    small = task("tiny", micro_batch=1, sequence=16, rounds=1, candidates=candidates)
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "FAILING": method, "PYTHONPATH": str(Path.cwd())}
+    begun = time.monotonic()
+    with pytest.raises(RanksFailed, match="failed on rank 1: RuntimeError: rank 1 is at fault"):
+        run_ranks("tests.unit.failing_rank", ["--task", small.to_json()], 2, Run.read, environment)
+    assert time.monotonic() - begun < 100
+
+
+# ---- the rates ------------------------------------------------------------------------------------------------------
+
+
+class Meter(rates_module.RateMeter):
+    """Of two shapes, measured on two ranks."""
+
+    def __init__(self, settings: NewtonSchulz, ms: list[list[float]]) -> None:
+        self._settings, self._device, self._normuon, self._ms = settings, torch.device("cpu"), False, ms
+        self._counts = Counter({(8, 8): 5, (8, 32): 2})
+
+
+def test_rates_are_of_the_slowest_rank_in_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = NewtonSchulz.resolve(torch.device("cpu"))
+    monkeypatch.setattr(rates_module.dist, "get_world_size", lambda: 2)
+    # 3 of 5 small matrices and 1 of 2 wide ones: 5 + 2 ms; the other rank takes 14. Exchanges: 1 ms, and 3.
+    monkeypatch.setattr(rates_module, "gather", lambda value, group: [value, ([14.0], [0.5], [3.0])])
+    rates = Meter(settings, [[3.0], [1.0], [1.0], [2.0]]).rates()
+    assert rates.flops == pytest.approx((5 * settings.cost(8, 8) + 2 * settings.cost(8, 32)) / 14e-3)
+    assert rates.exchange_seconds == pytest.approx(1e-3)
+    assert rates.bytes_per_second == pytest.approx(8 * ((1 << 18) - 16) / 2e-3)
+    monkeypatch.setattr(rates_module, "gather", lambda value, group: [value])
+    alone = Meter(settings, [[5.0], [2.0]]).rates()
+    assert alone.bytes_per_second == math.inf and alone.exchange_seconds == 0
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_neighbours_exchange_rows_both_ways(world_size: int) -> None:
+    plan = rates_module.neighbours(world_size, 5)
+    pairs = [sum(piece.numel for route in plan.outgoing(rank) for _, piece in route) for rank in range(world_size)]
+    assert pairs == [5 * (rank % 2) for rank in range(world_size)]
+    assert sum(len(plan.incoming(rank)[rank + 1]) for rank in range(0, world_size - 1, 2)) == world_size // 2
 
 
 # ---- the recorder ---------------------------------------------------------------------------------------------------
