@@ -3,7 +3,8 @@
 All of them orthogonalize the same fp32 matrices, each time right behind a large bf16 matmul, whose rate is the
 yardstick: a card that is hot or shared is so for all. Two times are taken. In a training step, what the host launches
 waits in a queue behind other work: the first is from the end of that matmul until the device is done, and holds host
-time only where launching takes longer than the work. The second is of a call on an idle device until that is done.
+time only where launching takes longer than the work. The second, taken after all of the first, is of a call on an idle
+device until that is done. Memory is the most that a call has allocated at a time, its result included.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class Timing:
         tflops: effective rate, by the operations that symmetry leaves to do.
         over_floor: ``ms`` over the time of as many operations at the rate of the matmuls right before.
         error: relative Frobenius error of the first matrix against fp64.
+        peak_bytes: the most that a call allocates, beside what CUDA graphs of others keep; None on CPU.
         problem: why it cannot run here; None if it can.
     """
 
@@ -68,6 +70,7 @@ class Timing:
     tflops: float | None = None
     over_floor: float | None = None
     error: float | None = None
+    peak_bytes: int | None = None
     problem: str | None = None
 
 
@@ -169,10 +172,14 @@ def measure(
                 problems[name] = (str(error) or type(error).__name__).splitlines()[0]
         behind: dict[str, list[tuple[float, float]]] = {name: [] for name in ready}
         alone: dict[str, list[float]] = {name: [] for name in ready}
+        # In a row: a device that idles in between cools down, and the matmul is faster than in training.
         for _ in range(rounds):
             for name, function in ready.items():
                 behind[name].append(matmul.before(partial(function, matrices)))
+        for _ in range(rounds):
+            for name, function in ready.items():
                 alone[name].append(milliseconds(partial(function, matrices), device))
+        peaks = {name: _peak_bytes(partial(function, matrices), device) for name, function in ready.items()}
         flops = batch * floor_flops(rows, cols)
         timings = []
         for name, _ in found:
@@ -182,10 +189,19 @@ def measure(
             yardstick, ms = (statistics.median(column) for column in zip(*behind[name], strict=True))
             over_floor = 1e-3 * ms * matmul.rate(yardstick) / flops
             call_ms = statistics.median(alone[name])
-            timings.append(Timing(name, ms, call_ms, flops / ms / 1e9, over_floor, errors[name]))
+            timings.append(Timing(name, ms, call_ms, flops / ms / 1e9, over_floor, errors[name], peaks[name]))
         every = [yardstick for pairs in behind.values() for yardstick, _ in pairs]
         rate = matmul.rate(statistics.median(every)) if every else 0.0
         yield Row(batch, rows, cols, rate / 1e12, tuple(timings))
+
+
+def _peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
+    if device.type != "cuda":
+        return None
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def _first(output: Any) -> Tensor:
@@ -245,4 +261,5 @@ def _lines(row: Row) -> Iterator[str]:
             yield f"    {t.name:32}{t.problem}"
         else:
             rates = f"{t.tflops:8.3g} TFLOP/s {t.over_floor:8.2f} x floor"
-            yield f"    {t.name:32} {t.ms:8.3f} ms {rates} {t.call_ms:8.3f} ms a call   error {t.error:.1e}"
+            memory = "" if t.peak_bytes is None else f"{t.peak_bytes / 2**20:8.0f} MiB"
+            yield f"    {t.name:32} {t.ms:8.3f} ms {rates} {t.call_ms:8.3f} ms a call{memory}   error {t.error:.1e}"

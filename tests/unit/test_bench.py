@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -104,9 +105,12 @@ def test_only_the_candidates_that_are_named_are_timed(capsys: pytest.CaptureFixt
 
 
 def test_columns_stay_apart_on_tiny_shapes() -> None:
-    (line,) = list(newton_schulz._lines(Row(1, 2, 2, 0.01, (Timing("x", 0.7, 0.3, 2.15e-07, 78761.7, 4.6e-07),))))[1:]
-    expected = "x 0.700 ms 2.15e-07 TFLOP/s 78761.70 x floor 0.300 ms a call error 4.6e-07"
-    assert line.split() == expected.split()
+    timing = Timing("x", 0.7, 0.3, 2.15e-07, 78761.7, 4.6e-07)
+    for peak, memory in ((None, ""), (3 << 20, "3 MiB ")):
+        row = Row(1, 2, 2, 0.01, (replace(timing, peak_bytes=peak),))
+        (line,) = list(newton_schulz._lines(row))[1:]
+        expected = f"x 0.700 ms 2.15e-07 TFLOP/s 78761.70 x floor 0.300 ms a call {memory}error 4.6e-07"
+        assert line.split() == expected.split()
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
