@@ -302,8 +302,8 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="numbers of ranks (default: 1, 2, 4, ... 4096)",
     )  # fmt: skip
     parser.add_argument(
-        "--param-order", choices=("model", "fewest_cuts"), default="model", metavar="ORDER",
-        help="of the matrices: model, or fewest_cuts, which is another one where a step is faster (default: model)",
+        "--param-order", choices=("model", "fastest"), default="model", metavar="ORDER",
+        help="of the matrices: model, or fastest, which is another one where a step is faster (default: model)",
     )  # fmt: skip
     parser.add_argument(
         "--tflops",

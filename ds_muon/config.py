@@ -100,7 +100,7 @@ class DSMuonConfig(BaseModel):
     momentum_dtype: Literal["float32", "bfloat16"] = Field("float32", description='"float32" or "bfloat16"')
     muon_params: tuple[Pattern, ...] = Field((), description=_PATTERNS)
     adamw_params: tuple[Pattern, ...] = Field((), description=_PATTERNS)
-    param_order: Literal["model", "fewest_cuts"] = Field("model", description='"model" or "fewest_cuts"')
+    param_order: Literal["model", "fastest"] = Field("model", description='"model" or "fastest"')
     nan_guard: Literal["off", "skip", "raise"] = Field("off", description='"off", "skip" or "raise"')
     grad_norm_skip_threshold: float | None = Field(None, gt=0, description="a number > 0, or null")
     clip_norm_scope: Literal["adamw", "all"] = Field("adamw", description='"adamw" or "all"')

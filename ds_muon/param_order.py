@@ -45,7 +45,7 @@ RULES: dict[str, Callable[[Candidate], tuple[float, int]]] = {
 }
 
 
-def fewest_cuts(
+def fastest_order(
     groups: Sequence[Sequence[Shape]],
     world_size: int,
     cost: Callable[[int, int], float],

@@ -28,7 +28,7 @@ import torch
 from ds_muon.exchange import element_bytes
 from ds_muon.orthogonalize import NewtonSchulz
 from ds_muon.owners import RATES, Rates
-from ds_muon.param_order import fewest_cuts
+from ds_muon.param_order import fastest_order
 from ds_muon.partition import flat_layout, make_plan
 
 Shapes = list[tuple[str, tuple[int, int]]]
@@ -138,10 +138,10 @@ def step_cost(
         settings: of the iteration.
         rates: for the times; the owners are the engine's, whatever the rates.
         normuon: whether results travel with NorMuon's factors, in fp32.
-        param_order: ``"model"`` or ``"fewest_cuts"``.
+        param_order: ``"model"`` or ``"fastest"``.
     """
-    if param_order == "fewest_cuts":
-        (order,) = fewest_cuts([[shape for _, shape in shapes]], world_size, default_settings().cost)
+    if param_order == "fastest":
+        (order,) = fastest_order([[shape for _, shape in shapes]], world_size, default_settings().cost)
         shapes = [shapes[i] for i in order]
     layout = flat_layout([math.prod(shape) for _, shape in shapes], world_size)
     size = element_bytes(settings, normuon=normuon)

@@ -27,7 +27,7 @@ from ds_muon.config import ADAM_LR_WARNING, DSMuonConfig
 from ds_muon.guard import raise_together
 from ds_muon.optimizer import DSMuon
 from ds_muon.param_groups import GROUP_KEYS, split_param_groups
-from ds_muon.param_order import fewest_cuts
+from ds_muon.param_order import fastest_order
 from ds_muon.planner import default_settings
 from ds_muon.refusals import SUPPORTED_DEEPSPEED, DSMuonRefusal, config_refusals, model_refusals
 from ds_muon.routing import Routing, route
@@ -178,7 +178,7 @@ def _configure_basic_optimizer(original: Callable[..., Any], engine: Any, model_
     error: Exception | None = None
     try:
         groups = split_param_groups(engine.module, model_parameters, routing, config)
-        if config.param_order == "fewest_cuts":
+        if config.param_order == "fastest":
             _reorder([group for group in groups if group["use_muon"]], engine.zero_parameter_alignment())
     except Exception as caught:  # whatever it is, no rank may be left waiting
         error = caught
@@ -251,12 +251,12 @@ def _prepare(engine: Any, model: nn.Module) -> _Prepared:
 
 
 def _reorder(groups: Sequence[dict[str, Any]], parameter_alignment: bool) -> None:
-    """Give the groups' matrices the order of ``fewest_cuts``.
+    """Give the groups' matrices the order of ``fastest_order``.
 
     The cost is that of the defaults, whatever the config: a checkpoint fits its order only, and so may be resumed with
     other settings of the iteration.
     """
-    orders = fewest_cuts(
+    orders = fastest_order(
         [[tuple(p.shape) for p in group["params"]] for group in groups],
         deepspeed_groups._get_sequence_data_parallel_world_size(),
         default_settings().cost,

@@ -10,13 +10,10 @@ sources, as bytes), same order. What a config does not name is DeepSpeed's defau
     surcharge      what that is above AdamW's (FusedAdam's; torch's where FusedAdam is missing)
     of Muon's      the surcharge over that of DeepSpeed's Muon
     resident       memory that building the engine added and that stays after its first steps; the rank with most
-    peak           that, and the most that its iterations allocate on top; the rank with most
+    peak           the most that was allocated in its iterations, less what the other engines hold; the rank with most
     on the wire    bytes sent by all ranks in one iteration: a ring's for the gradients' all-reduce and for the
                    all-gather of the weights, from the parameter counts; the exchange of travelling matrices, by the
                    plan
-
-Memory is what lies in tensors, and what CUDA graphs keep for their temporaries, which nobody else can use. DSMuon
-engines share their graphs: the first one that is built is charged.
 
 DSMuon's parts come from iterations of their own, after the others, in which the device is idle whenever a part begins
 or ends: they overlap nothing, and may add up to more than the median above.

@@ -14,7 +14,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -50,8 +50,6 @@ _INSTRUMENTED = 12
 _PATIENCE = 30.0
 # Numbers them, alike on all ranks.
 _BUILDS = itertools.count()
-# Of the memory that everything shares, in torch's snapshots.
-_NO_POOL = (0, 0)
 # How much of what is free the estimate may fill.
 _SHARE_OF_MEMORY = 0.8
 
@@ -94,7 +92,7 @@ class Contender:
         Raises:
             Exception: what went wrong on this rank, if other ranks are stuck in a collective over it.
         """
-        before = _taken(self._device)
+        before = _allocated(self._device)
         problem: Exception | None = None
         try:
             self.engine = _engine(task, self.candidate, self._device)
@@ -110,7 +108,7 @@ class Contender:
             return
         gc.collect()
         synchronize(self._device)
-        after = _taken(self._device)
+        after = _allocated(self._device)
         if before is not None and after is not None:
             # A second build finds in place what all engines of this kind share.
             self._resident_now = after - before
@@ -139,17 +137,16 @@ class Contender:
 
     def measure(self, window: tuple[Tensor, Tensor]) -> None:
         """Time one iteration, and its memory."""
-        on_gpu = self._device.type == "cuda"
-        before = torch.cuda.memory_allocated(self._device) if on_gpu else 0
-        if on_gpu:
+        before = _allocated(self._device)
+        if before is not None:
             torch.cuda.reset_peak_memory_stats(self._device)
         ms, loss = self.iterate(window)
         self.times_ms.append(ms)
         self.loss = loss.item()
-        if on_gpu:
-            # What others hold, and what graphs keep, is there before and after.
-            added = torch.cuda.max_memory_allocated(self._device) - before
-            self.peak_bytes = max(self.peak_bytes or 0, self._resident_now + added)
+        if before is not None:
+            of_others = before - self._resident_now
+            peak = torch.cuda.max_memory_allocated(self._device) - of_others
+            self.peak_bytes = max(self.peak_bytes or 0, peak)
 
     def measure_parts(self, text: Text, yardstick: Yardstick) -> None:
         """Time the parts of DSMuon's iterations, none of which counts among the others; ask the plan for their time."""
@@ -257,26 +254,9 @@ def _first_problem(problem: Exception | None) -> str | None:
     return next((text for text in (store.get(key).decode() for key in keys) if text), None)
 
 
-def _taken(device: torch.device) -> int | None:
-    """Bytes that nobody else can have: in tensors on the device, or kept by CUDA graphs; a CPU does not tell."""
-    if device.type != "cuda":
-        return None
-    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-    return torch.cuda.memory_allocated(device) + free_in_pools(segments, device)
-
-
-def free_in_pools(segments: Sequence[Mapping[str, Any]], device: torch.device) -> int:
-    """Bytes that are in no tensor but belong to a pool of CUDA graphs, whose replays write there.
-
-    Args:
-        segments: ``torch.cuda.memory_snapshot()``.
-        device: with its index.
-    """
-    return sum(
-        segment["total_size"] - segment["allocated_size"]
-        for segment in segments
-        if segment["device"] == device.index and tuple(segment["segment_pool_id"]) != _NO_POOL
-    )
+def _allocated(device: torch.device) -> int | None:
+    """Bytes in tensors on the device; a CPU does not tell."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
 
 
 # ---- all candidates -------------------------------------------------------------------------------------------------

@@ -311,23 +311,12 @@ def test_the_middle_half_leaves_out_both_ends() -> None:
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 
-def segment(total: int, allocated: int, pool: tuple[int, int], device: int = 0) -> dict[str, Any]:
-    """As torch.cuda.memory_snapshot has it."""
-    return {"device": device, "total_size": total, "allocated_size": allocated, "segment_pool_id": pool}
-
-
 class Engine:
-    """Takes memory as engines do: 40 for weights, 8 for the state of its first step, 100 while it works.
-
-    The first that is built leaves a graph, with 30 in a pool of its own, of which 10 are in a tensor.
-    """
+    """Takes memory as engines do: 40 for weights, 8 for the state of its first step, 100 while it works."""
 
     def __init__(self, memory: SimpleNamespace) -> None:
         self.memory, self.steps = memory, 0
         memory.now += 40
-        if not memory.pools:
-            memory.pools = [segment(30, 10, (0, 1))]
-            memory.now += 10
 
     def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         self.memory.peak = max(self.memory.peak, self.memory.now + 100)
@@ -342,36 +331,23 @@ class Engine:
 
 
 def test_an_engine_is_charged_for_its_own_memory_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = SimpleNamespace(now=1000, peak=0, pools=[])
+    memory = SimpleNamespace(now=1000, peak=0)
     monkeypatch.setattr(step_rank, "_engine", lambda *args: Engine(memory))
     monkeypatch.setattr(step_rank, "_wire", lambda engine: None)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: memory.now)
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [segment(5000, 1000, (0, 0)), *memory.pools])
+    monkeypatch.setattr(step_rank, "_allocated", lambda device: memory.now)
     monkeypatch.setattr(step_rank, "_first_problem", lambda problem: None)
     monkeypatch.setattr(step_rank, "synchronize", lambda device: None)
     monkeypatch.setattr(step_rank.dist, "barrier", lambda: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: setattr(memory, "peak", memory.now))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: memory.peak)
     text: Any = SimpleNamespace(window=lambda index: (torch.zeros(1), torch.zeros(1)))
-    first, second = (step_rank.Contender(c, torch.device("cuda", 0)) for c in task("303m").candidates[:2])
+    first, second = (step_rank.Contender(c, torch.device("cuda")) for c in task("303m").candidates[:2])
     first.build(task("303m"), text)
     second.build(task("303m"), text)
     memory.now += 500  # somebody else's, later
-    for contender, graphs in ((first, 30), (second, 0)):
+    for contender in (first, second):
         contender.measure(text.window(0))
-        assert contender.resident_bytes == 48 + graphs and contender.peak_bytes == 148 + graphs
-
-
-def test_what_is_free_in_a_pool_of_graphs_is_taken() -> None:
-    segments = [
-        segment(100, 60, (0, 0)),
-        segment(30, 10, (0, 1)),
-        segment(7, 0, (3, 0)),
-        segment(900, 1, (0, 1), device=1),
-    ]
-    assert step_rank.free_in_pools(segments, torch.device("cuda", 0)) == 20 + 7
-    assert step_rank.free_in_pools(segments, torch.device("cuda", 1)) == 899
-    assert step_rank.free_in_pools([], torch.device("cuda", 0)) == 0
+        assert contender.resident_bytes == 48 and contender.peak_bytes == 148
 
 
 @pytest.fixture
@@ -388,7 +364,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
 
 def test_a_failure_on_any_rank_is_every_ranks_problem(monkeypatch: pytest.MonkeyPatch, store: dist.Store) -> None:
     store.set("ds_muon.bench.step/0/1", "no compiler")
-    monkeypatch.setattr(step_rank, "_engine", lambda *args: Engine(SimpleNamespace(now=0, peak=0, pools=[1])))
+    monkeypatch.setattr(step_rank, "_engine", lambda *args: Engine(SimpleNamespace(now=0, peak=0)))
     monkeypatch.setattr(step_rank.dist, "barrier", lambda: None)
     text: Any = SimpleNamespace(window=lambda index: (torch.zeros(1), torch.zeros(1)))
     contender = step_rank.Contender(task("303m").candidates[0], torch.device("cpu"))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ds_muon import Rates, flat_layout, registration
-from ds_muon.param_order import RULES, Order, fewest_cuts, filled
+from ds_muon.param_order import RULES, Order, fastest_order, filled
 from ds_muon.partition import cut
 from ds_muon.planner import MODELS, default_settings
 from ds_muon.verify import UpdateCheck
@@ -55,8 +55,8 @@ def test_an_order_has_every_matrix_once_and_is_faster_or_the_users(
     groups: list[list[Shape]], world_size: int, rates: Rates, parameter_alignment: bool, element_size: int
 ) -> None:
     layout: Any = {"parameter_alignment": parameter_alignment, "element_size": element_size}
-    orders = fewest_cuts(groups, world_size, cost, rates=rates, **layout)
-    assert orders == fewest_cuts(groups, world_size, cost, rates=rates, **layout)
+    orders = fastest_order(groups, world_size, cost, rates=rates, **layout)
+    assert orders == fastest_order(groups, world_size, cost, rates=rates, **layout)
     kept = [list(range(len(group))) for group in groups]
     assert [sorted(order) for order in orders] == kept
     reordered = [[group[i] for i in order] for group, order in zip(groups, orders, strict=True)]
@@ -132,7 +132,7 @@ def test_alignment_counts_as_room() -> None:
 )
 def test_known_models_gain(model: str, world_size: int, cuts_before: int, cuts: int, gain: float) -> None:
     shapes = [shape for _, shape in MODELS[model]()]
-    (order,) = fewest_cuts([shapes], world_size, MODEL_COST)
+    (order,) = fastest_order([shapes], world_size, MODEL_COST)
     kept = placed(shapes, tuple(range(len(shapes))), world_size)
     assert sum(pieces > 1 for _, pieces in kept) == cuts_before
     assert sum(pieces > 1 for _, pieces in placed(shapes, order, world_size)) == cuts
@@ -148,7 +148,7 @@ def seconds(shapes: list[Shape], world_size: int) -> float:
 @pytest.mark.parametrize(("model", "world_size"), [("gpt-1.2b", 8), ("llama-3-8b", 64), ("llama-3-70b", 1024)])
 def test_the_users_order_stays_where_none_is_faster(model: str, world_size: int) -> None:
     shapes = [shape for _, shape in MODELS[model]()]
-    assert fewest_cuts([shapes], world_size, MODEL_COST) == (tuple(range(len(shapes))),)
+    assert fastest_order([shapes], world_size, MODEL_COST) == (tuple(range(len(shapes))),)
 
 
 def test_every_rule_is_the_best_somewhere() -> None:
@@ -169,7 +169,7 @@ def test_every_rule_is_the_best_somewhere() -> None:
 
 def test_an_order_for_4096_ranks_takes_no_time() -> None:
     start_time = time.perf_counter()
-    fewest_cuts([[shape for _, shape in MODELS["llama-3-70b"]()]], 4096, MODEL_COST)
+    fastest_order([[shape for _, shape in MODELS["llama-3-70b"]()]], 4096, MODEL_COST)
     assert time.perf_counter() - start_time < 5
 
 
@@ -218,7 +218,7 @@ def test_weights_are_bit_equal_in_any_order(world_size: int, stage: int, groups:
     params = {"variant": variant}
     model, fewest = (
         run_ranks(world_size, train_in_order, config_of(order, params, stage=stage, gradient_clipping=0.5), groups)
-        for order in ("model", "fewest_cuts")
+        for order in ("model", "fastest")
     )
     for left, right in zip(model, fewest, strict=True):
         assert_equal(left["weights"], right["weights"])
@@ -232,7 +232,7 @@ def test_weights_are_bit_equal_in_any_order(world_size: int, stage: int, groups:
 
 @pytest.mark.ranks
 def test_a_layout_with_aligned_parameters_is_reordered_for_what_it_is() -> None:
-    config = config_of("fewest_cuts", zero={"parameter_alignment": True}, dtype="bfloat16")
+    config = config_of("fastest", zero={"parameter_alignment": True}, dtype="bfloat16")
     found = run_ranks(2, train_in_order, config, 1)
     assert not any(found[0]["cuts"])
     assert "another order" in found[0]["lines"][0]
@@ -253,12 +253,12 @@ def train_sequence_parallel(config: dict[str, Any]) -> list[int]:
 
 @pytest.mark.ranks
 def test_ranks_that_share_a_sequence_share_the_layout() -> None:
-    assert run_ranks(2, train_sequence_parallel, config_of("fewest_cuts")) == [[0], [0]]
+    assert run_ranks(2, train_sequence_parallel, config_of("fastest")) == [[0], [0]]
 
 
 @pytest.mark.ranks
 def test_the_given_order_stays_where_no_other_is_faster() -> None:
-    (found,) = run_ranks(1, train_in_order, config_of("fewest_cuts"), 1)
+    (found,) = run_ranks(1, train_in_order, config_of("fastest"), 1)
     assert "keeps the given order" in found["lines"][0]
     assert found["order"] == [["p0", "p1", "p2", "p3", "p5", "p6", "p7"], ["p4", "p8"]]
 
@@ -277,7 +277,7 @@ def check_updates(config: dict[str, Any]) -> list[tuple[str, bool, tuple[int, ..
 @pytest.mark.ranks
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_check_finds_every_update_right_under_its_name(world_size: int) -> None:
-    for found in run_ranks(world_size, check_updates, config_of("fewest_cuts")):
+    for found in run_ranks(world_size, check_updates, config_of("fastest")):
         assert all(ok for _, ok, _ in found)
         assert {(name, shape) for name, _, shape in found} == {(f"p{i}", shape) for i, shape in enumerate(CUT)}
 
@@ -299,7 +299,7 @@ def train_and_save(config: dict[str, Any], steps: range, load: str | None, save:
 @pytest.mark.parametrize("variant", ["muon", "normuon"])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_resumed_run_is_bit_equal_to_a_straight_one(tmp_path: Path, stage: int, variant: str) -> None:
-    config = config_of("fewest_cuts", {"variant": variant}, stage=stage, dtype="bfloat16")
+    config = config_of("fastest", {"variant": variant}, stage=stage, dtype="bfloat16")
     straight = run_ranks(3, train_and_save, config, range(4), None, None)
     # Another seed, so that what is not restored is seen; the first half starts as the straight run did.
     first = run_ranks(3, train_first_half, config, str(tmp_path))
@@ -321,13 +321,13 @@ def train_first_half(config: dict[str, Any], folder: str) -> dict[str, Tensor]:
 @pytest.mark.ranks
 def test_a_checkpoint_fits_other_settings_of_the_iteration(tmp_path: Path) -> None:
     """The order depends on shapes and world size only."""
-    run_ranks(2, train_and_save, config_of("fewest_cuts"), range(1), None, str(tmp_path))
-    other = config_of("fewest_cuts", {"ns_method": "standard", "ns_steps": 7, "ns_dtype": "bfloat16"})
+    run_ranks(2, train_and_save, config_of("fastest"), range(1), None, str(tmp_path))
+    other = config_of("fastest", {"ns_method": "standard", "ns_steps": 7, "ns_dtype": "bfloat16"})
     run_ranks(2, train_and_save, other, range(1, 2), str(tmp_path), None)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("saved", "loaded"), [("model", "fewest_cuts"), ("fewest_cuts", "model")])
+@pytest.mark.parametrize(("saved", "loaded"), [("model", "fastest"), ("fastest", "model")])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_checkpoint_of_another_order_is_refused_on_every_rank(
     tmp_path: Path, world_size: int, saved: str, loaded: str
@@ -344,6 +344,6 @@ def test_a_checkpoint_of_another_order_is_refused_on_every_rank(
 def test_deepspeeds_script_extracts_every_weight_under_its_name(tmp_path: Path) -> None:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    weights = run_ranks(3, train_and_save, config_of("fewest_cuts"), range(2), None, str(tmp_path))[0]["weights"]
+    weights = run_ranks(3, train_and_save, config_of("fastest"), range(2), None, str(tmp_path))[0]["weights"]
     extracted = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
     assert_same({name: extracted[name] for name in weights}, weights)
