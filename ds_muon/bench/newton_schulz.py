@@ -133,8 +133,9 @@ def _in_batches(matrices: Sequence[Tensor], settings: NewtonSchulz) -> Tensor:
     first = None
     for indices in batches(matrices, settings):
         outputs = orthogonalize_batch([matrices[i] for i in indices], settings)
-        # It may keep the memory of the whole batch.
+        # A result may keep the memory of the whole batch.
         first = outputs[0].clone() if first is None else first
+        del outputs
     assert first is not None
     return first
 

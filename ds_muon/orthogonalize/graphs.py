@@ -1,9 +1,9 @@
 """CUDA graphs of the iteration, for batches whose launches take the host longer than the GPU needs for the work.
 
 A graph works in memory that is allocated for each batch and given back after it: between steps, nothing is kept for it.
-Torch's allocator hands out the same addresses in every step of a training run. A graph is captured the second time that
-a kind of batch comes by at an address, and replayed there from then on. It is the same kernels on the same numbers: the
-results are the same, bit for bit. Parts of a batch run on streams of their own.
+In a training run of fixed shapes torch's allocator hands out the same addresses in every step. A graph is captured the
+second time that a kind of batch comes by at an address, and replayed there from then on. It is the same kernels on the
+same numbers: the results are the same, bit for bit. Parts of a batch run on streams of their own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,9 +21,12 @@ _LOGGER = logging.getLogger(__name__)
 
 # Floating-point operations of a batch up to which a graph pays: about 4 ms of an H100.
 _FEW = 3_000_000_000_000
-# Kinds of batches and addresses that get a graph, those used last; and that are remembered.
+# Kinds of batches and addresses that get a graph; and that are remembered.
 _MOST_GRAPHS = 64
 _MOST_SEEN = 1024
+# Batches after which a graph that was not used by any of them may make room for another. Where more of them come in
+# turns than get a graph, the others are launched: to capture costs more than that.
+_FORGOTTEN = 1024
 
 Work = Callable[[Tensor, Tensor], object]
 
@@ -35,17 +38,17 @@ class GraphCache:
         self._begin()
 
     def clear(self) -> None:
-        """Begin anew. Waits for the device."""
-        if self._graphs:
-            torch.cuda.synchronize()
+        """Begin anew. Waits for the devices."""
+        for device in {graph.device for graph in self._graphs.values()}:
+            torch.cuda.synchronize(device)
         self._begin()
 
     def _begin(self) -> None:
+        # Those used last come last.
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
         self._seen: OrderedDict[Hashable, None] = OrderedDict()
         self._uncapturable: set[Hashable] = set()
-        self._pool: Any = None
-        self._stream: torch.cuda.Stream | None = None
+        self._runs = 0
 
     def run(self, key: Hashable, source: Tensor, memory: Tensor, work: Work, flops: int) -> None:
         """``work(source, memory)``, through a graph if that pays.
@@ -57,67 +60,81 @@ class GraphCache:
             work: allocates next to nothing.
             flops: of the batch.
         """
-        if not source.is_cuda or flops > _FEW or key in self._uncapturable:
-            work(source, memory)
-            return
-        place = key, memory.data_ptr()
-        graph = self._graphs.get(place)
-        if graph is None and not _remember(self._seen, place, None, _MOST_SEEN):
-            # What comes once, as in a test, is worth no graph; and this compiles the kernels.
-            work(source, memory)
-            return
+        graph = None
+        if source.is_cuda and flops <= _FEW and key not in self._uncapturable:
+            self._runs += 1
+            place = key, memory.data_ptr()
+            graph = self._graphs.get(place)
+            # What comes once, as in a test, is worth no graph; and the first launch compiles the kernels.
+            if graph is None and self._came_before(place) and self._has_room():
+                graph = self._capture(key, source, memory, work)
+            if graph is not None:
+                graph.last_run = self._runs
+                self._graphs[place] = graph
+                self._graphs.move_to_end(place)
+                graph.replay(source)
         if graph is None:
-            try:
-                graph = _Graph(source, memory, work, self._shared_pool())
-            except RuntimeError as error:  # such as no memory for it: a fault of the work shows without a graph, too
-                _LOGGER.warning("a Newton-Schulz batch goes without a CUDA graph: %s", error)
-                self._uncapturable.add(key)
-                work(source, memory)
-                return
-        _remember(self._graphs, place, graph, _MOST_GRAPHS)
-        stream = torch.cuda.current_stream(source.device)
-        if self._stream is not None and self._stream != stream:
-            stream.wait_stream(self._stream)  # a graph has one source, and all of them share what they allocate
-        self._stream = stream
-        graph.replay(source)
+            work(source, memory)
 
-    def _shared_pool(self) -> Any:
-        """For what little ``work`` allocates. Torch takes no capture into a pool that has lost its only graph."""
-        if self._pool is None or not self._graphs:
-            self._pool = torch.cuda.graph_pool_handle()
-        return self._pool
+    def _came_before(self, place: Hashable) -> bool:
+        known = place in self._seen
+        self._seen[place] = None
+        self._seen.move_to_end(place)
+        if len(self._seen) > _MOST_SEEN:
+            self._seen.popitem(last=False)
+        return known
 
+    def _has_room(self) -> bool:
+        """Whether there may be one more graph, now that one that was forgotten has been dropped."""
+        if len(self._graphs) < _MOST_GRAPHS:
+            return True
+        place, oldest = next(iter(self._graphs.items()))
+        if self._runs - oldest.last_run <= _FORGOTTEN:
+            return False
+        del self._graphs[place]  # CUDA lets one that is running end
+        return True
 
-_V = TypeVar("_V")
-
-
-def _remember(cache: OrderedDict[Hashable, _V], key: Hashable, value: _V, most: int) -> bool:
-    """Make ``key`` the last of the ``most`` that are kept. Returns whether it was there."""
-    known = key in cache
-    cache[key] = value
-    cache.move_to_end(key)
-    if len(cache) > most:
-        cache.popitem(last=False)
-    return known
+    def _capture(self, key: Hashable, source: Tensor, memory: Tensor, work: Work) -> _Graph | None:
+        try:
+            return _Graph(source, memory, work)
+        except RuntimeError as error:  # such as no memory for it: a fault of the work shows without a graph, too
+            _LOGGER.warning("a Newton-Schulz batch goes without a CUDA graph: %s", error)
+            self._uncapturable.add(key)
+            return None
 
 
 class _Graph:
-    def __init__(self, source: Tensor, memory: Tensor, work: Work, pool: Any) -> None:
+    """``work`` as captured.
+
+    Attributes:
+        device: on which it runs.
+        last_run: when it was used last, by the count of the cache.
+    """
+
+    def __init__(self, source: Tensor, memory: Tensor, work: Work) -> None:
+        self.device, self.last_run = source.device, 0
         self._source, self._held = source.clone(), source
+        self._used_on = torch.cuda.current_stream(source.device)
         self._graph = torch.cuda.CUDAGraph()
         # Always the same: memory is used again by the stream that it was allocated for.
         (stream,) = _streams(source.device, 1)
-        stream.wait_stream(torch.cuda.current_stream(source.device))
+        stream.wait_stream(self._used_on)
         with torch.cuda.stream(stream):
             # Other threads, such as NCCL's watchdog, may go on talking to the device.
-            self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            self._graph.capture_begin(capture_error_mode="thread_local")
             try:
                 work(self._source, memory)
             finally:
                 self._graph.capture_end()
-        torch.cuda.current_stream(source.device).wait_stream(stream)
+        self._used_on.wait_stream(stream)
 
     def replay(self, source: Tensor) -> None:
+        stream = torch.cuda.current_stream(self.device)
+        if stream != self._used_on:
+            # It has one source, which the last replay may still be reading.
+            stream.wait_stream(self._used_on)
+            self._source.record_stream(stream)
+            self._used_on = stream
         if self._held is not source:
             self._source.copy_(source)
             self._held = source

@@ -2,7 +2,7 @@
 
 Both forms apply the same polynomial to the singular values of X. ``standard`` multiplies X in every step. ``gram``
 (Dao-AILab, gram-newton-schulz, 2026) iterates on the small Gram matrix R = X X^T and multiplies X only where it
-restarts and at the end, which saves work when X is wide. A backend is a table of the operations.
+restarts and at the end, which saves work when X is wide. A backend runs it with its own operations.
 
 Shapes: X is (batch, m, n) with m <= n; R, W, Q, T are (batch, m, m). Everything is in one dtype; products of
 half-precision operands accumulate in fp32, unless the user has allowed torch less.
@@ -37,9 +37,9 @@ class Iteration:
     """An iteration on a batch of matrices, as a backend gets it.
 
     Attributes:
-        iterate: gets X transposed where that is wide.
+        iterate: gets X, transposed where the matrices are tall.
         passes: how often ``iterate`` multiplies X.
-        squares: a (batch, m, m) result of the products is of no more use when as many more of them have been made.
+        squares: a (batch, m, m) result of the products may be overwritten by the result so many later.
         key: says which iteration ``iterate`` is.
         dtype: of the iteration.
         eps: guards the division by a zero norm, and nothing else.
@@ -74,8 +74,8 @@ class Operations(Protocol):
         """``(a I + b R + c R^2) X``: what ``product(polynomial(r, triple), x, out)`` is, or something more accurate."""
 
 
-class Backend(Operations, Protocol):
-    """The products, and what comes before and around them."""
+class Backend(Protocol):
+    """Whoever runs an iteration on a batch: normalization, products, and the memory for both."""
 
     compact: bool
     """Whether a result of ``run`` has storage of its own, and not a piece of what ``run`` worked in."""
@@ -94,7 +94,7 @@ class Backend(Operations, Protocol):
         """Normalize the matrices, (rows, cols) in fp32 each, and iterate on them as one batch.
 
         Each is divided by its largest magnitude, then by its Frobenius norm. The first division keeps the squares of
-        the second in range, so that U and c U give the same result for any scale fp32 can hold.
+        the second in range, so that U and c U give the same result but for rounding, for any scale fp32 can hold.
 
         Returns:
             (batch, rows, cols) of the iteration's dtype, in storage that shares nothing with ``matrices``.

@@ -136,7 +136,8 @@ class TritonProducts:
     makes of squares of 128 on its diagonal.
 
     Args:
-        squares: memory for (batch, m, m) results, by ``_empty``, to be overwritten in turns. None: each gets its own.
+        squares: memory for (batch, m, m) results, as ``_empty`` makes it, to be overwritten in turns. None: each result
+            gets its own.
     """
 
     def __init__(self, squares: Sequence[Tensor] | None = None) -> None:
@@ -169,26 +170,25 @@ class TritonProducts:
         return self.product(self.polynomial(r, (0.0, b, c)), x, out).add_(x, alpha=a)
 
 
-class TritonBackend(TritonProducts):
+class TritonBackend:
     """See ``newton_schulz.Backend``. A batch is worked on in one piece of memory, which its result keeps alive."""
 
     compact = False
 
     def __init__(self) -> None:
-        super().__init__()
         self._graphs = GraphCache()
 
     def alone(self, device: torch.device, dtype: torch.dtype) -> bool:
         return False
 
     def workspace(self, rows: int, cols: int, dtype: torch.dtype, squares: int) -> int:
-        return _memory(1, rows, cols, dtype, squares).nbytes
+        return _layout(1, rows, cols, dtype, squares).nbytes
 
     def run(self, matrices: Sequence[Tensor], iteration: Iteration) -> Tensor:
         matrices = [matrix.contiguous() for matrix in matrices]
         device, (rows, cols) = matrices[0].device, matrices[0].shape
         addresses, aligned = addresses_of(matrices)
-        layout = _memory(len(matrices), rows, cols, iteration.dtype, iteration.squares)
+        layout = _layout(len(matrices), rows, cols, iteration.dtype, iteration.squares)
         memory = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
 
         def work(addresses: Tensor, memory: Tensor) -> None:
@@ -203,8 +203,8 @@ class TritonBackend(TritonProducts):
 
 
 @dataclass(frozen=True)
-class _Memory:
-    """What a batch is worked on in, as tensors one behind the other: X twice, the squares, and partial sums.
+class _Layout:
+    """Of the memory that a batch is worked on in: X twice, the squares, and partial sums, one behind the other.
 
     Attributes:
         batch, rows, cols, dtype: of the result.
@@ -253,12 +253,12 @@ class _Memory:
 
 
 @lru_cache(maxsize=1024)
-def _memory(batch: int, rows: int, cols: int, dtype: torch.dtype, squares: int) -> _Memory:
-    """With what it works out once."""
-    return _Memory(batch, rows, cols, dtype, squares)
+def _layout(batch: int, rows: int, cols: int, dtype: torch.dtype, squares: int) -> _Layout:
+    """The same object every time, for it works out its pieces once."""
+    return _Layout(batch, rows, cols, dtype, squares)
 
 
-def _orthogonalize(addresses: Tensor, layout: _Memory, memory: Tensor, aligned: bool, iteration: Iteration) -> None:
+def _orthogonalize(addresses: Tensor, layout: _Layout, memory: Tensor, aligned: bool, iteration: Iteration) -> None:
     """Normalize the matrices at ``addresses`` and iterate on them, in ``memory``; see ``newton_schulz.Backend.run``."""
     tall = layout.rows > layout.cols
 
@@ -323,7 +323,7 @@ def matmul(
     out: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """``a @ b``, or, symmetric, ``alpha a @ b + beta c + identity I``; see ``TritonOperations``.
+    """``a @ b``, or, symmetric, ``alpha a @ b + beta c + identity I``; see ``TritonProducts``.
 
     Args:
         a, b: (batch, m, k) and (batch, k, n), one dtype and device.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from pathlib import Path
@@ -207,6 +208,21 @@ def groups_and_state(zero: Any) -> list[tuple[dict[str, Any], dict[str, Tensor]]
     flats = zero.single_partition_of_fp32_groups
     states = ({key: t.cpu().clone() for key, t in zero.optimizer.state[flat].items()} for flat in flats)
     return list(zip(zero.param_groups, states, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("model", "world_size", "digest"),
+    [
+        ("gpt-303m", 16, "aa02f9365c0a"),
+        ("gpt-1.2b", 7, "6795abe43b93"),
+        ("llama-3-8b", 96, "bff6a8edd739"),
+        ("llama-3-70b", 256, "735b4f54d692"),
+    ],
+)
+def test_orders_are_those_of_released_versions(model: str, world_size: int, digest: str) -> None:
+    # A change of RULES, RATES or costs that changes them makes checkpoints with "fastest" unloadable.
+    (order,) = fastest_order([[shape for _, shape in MODELS[model]()]], world_size, MODEL_COST)
+    assert hashlib.sha256(str(order).encode()).hexdigest()[:12] == digest
 
 
 @pytest.mark.ranks

@@ -19,23 +19,23 @@ from tests.unit.test_exchange import group_plan
 CPU = torch.device("cpu")
 
 
-class Lending(TorchOperations):
+class Reusing(TorchOperations):
     """As a backend that works in the same memory in every run: the next one destroys the result of the last."""
 
     compact = False
-    lent: Tensor | None = None
+    last: Tensor | None = None
 
     def run(self, *args: Any, **kwargs: Any) -> Tensor:
         result = super().run(*args, **kwargs)
-        if Lending.lent is not None:
-            Lending.lent.fill_(torch.nan)
-        Lending.lent = result
+        if Reusing.last is not None:
+            Reusing.last.fill_(torch.nan)
+        Reusing.last = result
         return result
 
 
-@pytest.fixture(params=["torch", "lending"])
+@pytest.fixture(params=["torch", "reusing"])
 def settings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> NewtonSchulz:
-    monkeypatch.setitem(BACKENDS, "lending", Lending)
+    monkeypatch.setitem(BACKENDS, "reusing", Reusing)
     return replace(NewtonSchulz.resolve(CPU), backend=request.param)
 
 
@@ -115,7 +115,7 @@ def test_batches_run_while_slices_of_straddling_matrices_travel(
         assert torch.equal(partition[piece.offset :][: piece.numel], output.reshape(-1)[: piece.numel])
 
 
-def test_what_orthogonalize_returns_is_not_lent(settings: NewtonSchulz) -> None:
+def test_what_orthogonalize_returns_outlives_what_the_backend_works_in(settings: NewtonSchulz) -> None:
     generator = torch.Generator().manual_seed(0)
     matrices = [torch.randn(shape, generator=generator) for shape in [(4, 6), (5, 5), (4, 6), (9, 4)]]
     for output, expected in zip(
