@@ -39,7 +39,7 @@ def update_scale(adjust_lr_fn: str, rows: int, cols: int) -> float:
         ValueError: an unknown ``adjust_lr_fn``.
     """
     if adjust_lr_fn == "original":
-        return math.sqrt(max(1.0, rows / cols))
+        return math.sqrt(max(1.0, rows / max(cols, 1)))
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, cols))
     if adjust_lr_fn == "none":

@@ -119,7 +119,7 @@ def batches(matrices: Sequence[Tensor], settings: NewtonSchulz) -> Iterator[Sequ
         by_shape.setdefault(matrix.shape, []).append(index)
     for (rows, cols), indices in by_shape.items():
         squares = newton_schulz.squares(settings.form(rows, cols))
-        limit = max(1, WORKSPACE_BYTES // backend.workspace(rows, cols, settings.dtype, squares))
+        limit = max(1, WORKSPACE_BYTES // max(1, backend.workspace(rows, cols, settings.dtype, squares)))
         alone = backend.alone(matrices[indices[0]].device, settings.dtype)
         chunks = len(indices) if alone else -(-len(indices) // limit)
         for chunk in range(chunks):
@@ -142,6 +142,8 @@ def orthogonalize_batch(matrices: Sequence[Tensor], settings: NewtonSchulz) -> T
     rows, cols = matrices[0].shape
     if any(m.shape != (rows, cols) or m.dtype != torch.float32 or m.device != matrices[0].device for m in matrices):
         raise ValueError(f"orthogonalize_batch takes fp32 matrices of one shape on one device, here ({rows}, {cols})")
+    if rows * cols == 0:
+        return torch.empty(len(matrices), rows, cols, dtype=settings.dtype, device=matrices[0].device)
     backend = BACKENDS[settings.backend]()
     form = settings.form(rows, cols)
     iterate = newton_schulz.gram if form == "gram" else newton_schulz.standard

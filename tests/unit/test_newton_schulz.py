@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import ds_muon.orthogonalize as package
+from ds_muon import muon_update
 from ds_muon.orthogonalize import (
     COEFFICIENTS,
     NewtonSchulz,
@@ -507,6 +508,14 @@ def test_five_steps_cost_20_m3_for_squares_and_with_one_restart_14_m3_and_6_m2_n
         assert settings.form(m, n) == settings.form(n, m) == "standard"
     for m, n in [(64, 128), (7, 1000), (128, 512)]:
         assert NewtonSchulz.resolve(CPU, ns_method="standard").cost(n, m) == 5 * (m**3 + 3 * m * m * n)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0)])
+def test_an_empty_matrix_has_an_empty_result(shape: tuple[int, int]) -> None:
+    matrices = [torch.zeros(shape), gaussian(3, 5), torch.zeros(shape)]
+    empty, other, _ = orthogonalize(matrices, NewtonSchulz.resolve(CPU))
+    assert empty.shape == shape and torch.equal(other, ns(matrices[1]))
+    assert muon_update(torch.zeros(shape), torch.zeros(shape)).shape == shape
 
 
 class Recycling(TorchOperations):
