@@ -52,7 +52,9 @@ def draw_bars(
 
 
 def draw_costs(path: Path, costs: Mapping[str, Sequence[StepCost]], tflops: float) -> None:
-    """Time of the most loaded rank's Newton-Schulz against the number of ranks, one colour per model. Writes ``path``.
+    """Time of a step by the model against the number of ranks, one colour per model. Writes ``path``.
+
+    Beside it, Newton-Schulz alone: if every holder of a piece does it, and at the mean of the ranks.
 
     Args:
         costs: by model, at each world size.
@@ -68,16 +70,18 @@ def draw_costs(path: Path, costs: Mapping[str, Sequence[StepCost]], tflops: floa
     per_ms = 1e9 * tflops
     for place, (model, of_model) in enumerate(costs.items()):
         ranks, colour = [cost.world_size for cost in of_model], _COLOURS[place * 3 % len(_COLOURS)]
-        ours = [cost.busiest_flops / per_ms for cost in of_model]
+        ours = [1e3 * cost.seconds for cost in of_model]
         each_holder = [cost.busiest_flops_each_holder / per_ms for cost in of_model]
         mean = [cost.flops / cost.world_size / per_ms for cost in of_model]
-        axes.plot(ranks, ours, "o-", color=colour, markersize=4, label=f"{model}: each matrix once")
-        axes.plot(ranks, each_holder, "--", color=colour, linewidth=1.2, label=f"{model}: every holder")
-        axes.plot(ranks, mean, ":", color=colour, linewidth=1.2, label=f"{model}: mean over the ranks")
+        axes.plot(ranks, ours, "o-", color=colour, markersize=4, label=f"{model}: step, exchange included")
+        axes.plot(
+            ranks, each_holder, "--", color=colour, linewidth=1.2, label=f"{model}: Newton-Schulz by every holder"
+        )
+        axes.plot(ranks, mean, ":", color=colour, linewidth=1.2, label=f"{model}: Newton-Schulz, mean of the ranks")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlabel("ranks")
-    axes.set_ylabel(f"Newton-Schulz of the most loaded rank, ms at {tflops:g} TFLOP/s")
+    axes.set_ylabel(f"most loaded rank, ms by the model at {tflops:g} TFLOP/s")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
