@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
@@ -103,3 +104,18 @@ def full_weights(engine: Any) -> dict[str, Tensor]:
         for p, offset in zip(zero.round_robin_bit16_groups[group], offsets, strict=True):
             whole[zero.param_names[p]] = joined[offset : offset + p.numel()].view(p.shape).clone()
     return dict(sorted(whole.items()))
+
+
+@contextmanager
+def sequence_parallel(size: int) -> Iterator[Any]:
+    """Within this context groups of ``size`` ranks share a sequence. Yields the mpu for ``deepspeed.initialize``."""
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+    from deepspeed.utils import groups
+
+    # Ranks live on from test to test.
+    parallel_state_sp._SEQUENCE_PARALLEL_GROUP = parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = None
+    parallel_state_sp.initialize_sequence_parallel(size)
+    try:
+        yield parallel_state_sp
+    finally:
+        groups.mpu = None

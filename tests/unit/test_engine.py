@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_muon.verify import UpdateCheck, UpdateRecord
-from tests.unit.models import Block, PrescribedGradients, ds_config, start, train_step
+from tests.unit.models import Block, PrescribedGradients, ds_config, sequence_parallel, start, train_step
 from tests.unit.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -182,13 +182,9 @@ def test_sequence_parallel_ranks_sum_their_gradients() -> None:
 
 
 def check_sequence_parallel(config: dict[str, Any], steps: int) -> list[list[UpdateRecord]]:
-    from deepspeed.runtime.sequence_parallel import parallel_state_sp
     from deepspeed.utils import groups
 
-    parallel_state_sp.initialize_sequence_parallel(2)
-    try:
-        records = check_block(config, steps, mpu=parallel_state_sp)
+    with sequence_parallel(2) as mpu:
+        records = check_block(config, steps, mpu=mpu)
         assert groups._get_sequence_parallel_world_size() == 2
         return records
-    finally:
-        groups.mpu = None

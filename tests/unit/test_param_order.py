@@ -20,7 +20,15 @@ from ds_muon.param_order import RULES, Order, fastest_order, filled
 from ds_muon.partition import cut
 from ds_muon.planner import MODELS, default_settings
 from ds_muon.verify import UpdateCheck
-from tests.unit.models import PrescribedGradients, ds_config, full_weights, start, start_groups, train_step
+from tests.unit.models import (
+    PrescribedGradients,
+    ds_config,
+    full_weights,
+    sequence_parallel,
+    start,
+    start_groups,
+    train_step,
+)
 from tests.unit.ranks import RankFailure, run_ranks
 from tests.unit.test_checkpoint import assert_same
 from tests.unit.test_normuon import variances
@@ -255,16 +263,10 @@ def test_a_layout_with_aligned_parameters_is_reordered_for_what_it_is() -> None:
 
 
 def train_sequence_parallel(config: dict[str, Any]) -> list[int]:
-    from deepspeed.runtime.sequence_parallel import parallel_state_sp
-    from deepspeed.utils import groups
-
-    parallel_state_sp.initialize_sequence_parallel(2)
-    try:
-        engine = start(PrescribedGradients(CUT), config, mpu=parallel_state_sp)
+    with sequence_parallel(2) as mpu:
+        engine = start(PrescribedGradients(CUT), config, mpu=mpu)
         assert len(engine.optimizer.plan.loads) == 2
         return [len(group.straddlers) for group in engine.optimizer.plan.groups]
-    finally:
-        groups.mpu = None
 
 
 @pytest.mark.ranks
