@@ -1,0 +1,120 @@
+"""The cache of CUDA graphs: what is captured, where it is replayed, and when something is launched instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_muon.orthogonalize import graphs
+from ds_muon.orthogonalize.graphs import GraphCache
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+needs_gpu = pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
+
+
+class FakeGraph:
+    """What the cache knows of a graph, without a device."""
+
+    def __init__(self, source: Any, memory: Any, work: Callable[..., object]) -> None:
+        self.last_run, self.replayed, self.device = 0, 0, torch.device("cuda")
+        made.append(self)
+
+    def replay(self, source: Any) -> None:
+        self.replayed += 1
+
+
+made: list[FakeGraph] = []
+
+
+def on_fake_device(monkeypatch: pytest.MonkeyPatch, places: Sequence[int]) -> tuple[int, int]:
+    """How often a batch that comes by at these addresses is captured, and launched."""
+    monkeypatch.setattr(graphs, "_Graph", FakeGraph)
+    made.clear()
+    cache, launched = GraphCache(), []
+    for address in places:
+        memory: Any = SimpleNamespace(data_ptr=lambda address=address: address)
+        source: Any = SimpleNamespace(is_cuda=True)
+        cache.run("key", source, memory, lambda source, memory: launched.append(memory), flops=1)
+    assert len(launched) + sum(graph.replayed for graph in made) == len(places)
+    return len(made), len(launched)
+
+
+def test_a_batch_is_launched_then_captured_at_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert on_fake_device(monkeypatch, [1, 1, 1, 1]) == (1, 1)
+    assert on_fake_device(monkeypatch, [1, 2, 1, 2, 3, 1]) == (2, 3)
+    assert on_fake_device(monkeypatch, range(100)) == (0, 100)
+
+
+def test_more_kinds_than_graphs_are_not_captured_over_and_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "_MOST_GRAPHS", 4)
+    assert on_fake_device(monkeypatch, list(range(5)) * 100) == (4, 5 + 99)
+    # Until those that have one come by no more.
+    monkeypatch.setattr(graphs, "_FORGOTTEN", 10)
+    assert on_fake_device(monkeypatch, [*list(range(4)) * 2, *[7] * 20])[0] == 5
+    assert on_fake_device(monkeypatch, [*list(range(4)) * 2, *list(range(4, 8)) * 20])[0] == 8
+
+
+@needs_gpu
+def test_a_graph_is_for_one_address_and_those_not_used_for_long_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "_MOST_GRAPHS", 2)
+    monkeypatch.setattr(graphs, "_FORGOTTEN", 0)
+    cache, captures = GraphCache(), []
+
+    def work(source: Tensor, memory: Tensor) -> None:
+        captures.append(torch.cuda.is_current_stream_capturing())
+        torch.add(source, 1, out=memory)
+
+    memories = [torch.empty(5, device=DEVICE) for _ in range(3)]
+    for step in range(4):
+        for memory in memories[: 2 if step < 3 else 3]:
+            source = torch.full((5,), float(step), device=DEVICE)
+            cache.run("key", source, memory.zero_(), work, flops=1)
+            assert torch.equal(memory, source + 1)
+    # Launched, captured, replayed twice; the third one came once.
+    assert captures == [False, False, True, True, False]
+    cache.run("key", source, memories[2], work, flops=1)
+    assert captures[-1] and len(cache._graphs) == 2
+    cache.run("key", source, memories[0].zero_(), work, flops=1)
+    assert captures[-1] and torch.equal(memories[0], source + 1)
+
+
+@needs_gpu
+def test_a_graph_takes_its_source_from_any_stream() -> None:
+    cache, memory = GraphCache(), torch.empty(1 << 20, device=DEVICE)
+
+    def work(source: Tensor, memory: Tensor) -> None:
+        torch.add(memory.zero_(), source, out=memory)
+
+    sources = [torch.full((1,), float(value), device=DEVICE) for value in range(2)]
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    for step in range(12):
+        stream = streams[step // 2 % 2]
+        stream.wait_stream(streams[1 - step // 2 % 2])
+        with torch.cuda.stream(stream):
+            cache.run("key", sources[step % 2], memory, work, flops=1)
+            assert torch.equal(memory, torch.full_like(memory, float(step % 2))), step
+    assert len(cache._graphs) == 1
+
+
+@needs_gpu
+def test_what_cannot_be_captured_is_launched() -> None:
+    cache, calls = GraphCache(), []
+
+    def work(source: Tensor, memory: Tensor) -> None:
+        calls.append(torch.cuda.is_current_stream_capturing())
+        if calls[-1]:
+            raise torch.OutOfMemoryError("no memory for a graph")
+        memory.copy_(source)
+
+    source = torch.arange(5, dtype=torch.uint8, device=DEVICE)
+    memory = torch.empty_like(source)
+    for _ in range(4):
+        cache.run("key", source, memory.zero_(), work, flops=1)
+        assert torch.equal(memory, source)
+    assert calls == [False, True, False, False, False]
