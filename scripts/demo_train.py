@@ -217,6 +217,7 @@ def check_summary(records: list[UpdateRecord]) -> dict[str, Any] | None:
             "largest_relative_error": worst.relative_error,
             "on": worst.name,
             "tolerance": worst.tolerance,
+            "largest_same_dtype_error": max(r.against_same_dtype.error for r in part),
         }
     return summary
 
@@ -301,7 +302,8 @@ def report(out: Path, names: list[str]) -> int:
                     end=" ",
                 )
                 print(f"largest relative error {part['largest_relative_error']:.1e}", end=" ")
-                print(f"(tolerance {part['tolerance']:.1e}) on {part['on']}")
+                print(f"(tolerance {part['tolerance']:.1e}) on {part['on']},", end=" ")
+                print(f"{part['largest_same_dtype_error']:.1e} beside the same dtype")
         print("  all within tolerance" if check["ok"] else f"  OUT OF TOLERANCE: {', '.join(check['failed'])}")
     print(f"\nPicture: {out / 'loss.png'}   numbers: {out / 'log.json'}")
     return 0 if all(check["ok"] for check in checks.values()) else 1
