@@ -84,8 +84,14 @@ class NewtonSchulz:
         return newton_schulz.flops(rows, cols, self.triples, self.dtype, self.method)
 
     def form(self, rows: int, cols: int) -> str:
-        """``"gram"`` or ``"standard"``: the form in which a (rows, cols) matrix is iterated on."""
-        return "gram" if newton_schulz.uses_gram(rows, cols, self.method) else "standard"
+        """``"gram"`` or ``"standard"``: the form in which a (rows, cols) matrix is iterated on.
+
+        A Gram form that restarts in every step is the standard form, and called so.
+        """
+        if not newton_schulz.uses_gram(rows, cols, self.method):
+            return "standard"
+        restarts = newton_schulz.passes(self.triples, self.dtype, "gram")
+        return "gram" if restarts < len(self.triples) else "standard"
 
 
 def orthogonalize(matrices: Sequence[Tensor], settings: NewtonSchulz) -> list[Tensor]:

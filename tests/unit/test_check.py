@@ -387,6 +387,40 @@ def test_deepspeeds_muon_is_right_without_clipping_and_fails_by_the_clip_that_is
     assert all(not record.ok and record.diagnosis.startswith("clipped update") for record in clipped)
 
 
+# ---- what it says of the engine ------------------------------------------------------------------------------------
+
+
+def precision_of(config: dict[str, Any], shapes: list[tuple[int, int]]) -> str:
+    engine = start(PrescribedGradients(shapes), config)
+    check = UpdateCheck(engine)
+    check.close()
+    engine.destroy()
+    return check.precision
+
+
+MUON = {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 1e-3}}
+SQUARE, WIDE = (48, 48), (48, 96)
+
+
+@ranks
+@pytest.mark.parametrize(
+    ("config", "shapes", "iteration"),
+    [
+        (ds_config({"ns_dtype": "float32"}), [SQUARE, WIDE], "standard in fp32"),
+        (ds_config({"ns_dtype": "float16"}), [SQUARE, WIDE], "gram and standard in fp16"),
+        (ds_config({"ns_dtype": "float16"}), [WIDE], "gram in fp16"),
+        (ds_config({"ns_dtype": "bfloat16"}), [SQUARE], "standard in bf16"),
+        (ds_config({"ns_dtype": "float16", "ns_method": "standard"}), [SQUARE, WIDE], "standard in fp16"),
+        (ds_config(optimizer=MUON), [SQUARE, WIDE], "gram and standard in fp"),
+        (ds_config(optimizer=MUON), [SQUARE], "standard in fp"),
+    ],
+)
+def test_the_forms_of_the_iteration_that_run_are_named(
+    config: dict[str, Any], shapes: list[tuple[int, int]], iteration: str
+) -> None:
+    assert f" sums, {iteration}" in run_ranks(1, precision_of, config, shapes)[0]
+
+
 # ---- verify_every ---------------------------------------------------------------------------------------------------
 
 

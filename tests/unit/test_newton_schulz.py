@@ -510,6 +510,26 @@ def test_five_steps_cost_20_m3_for_squares_and_with_one_restart_14_m3_and_6_m2_n
         assert NewtonSchulz.resolve(CPU, ns_method="standard").cost(n, m) == 5 * (m**3 + 3 * m * m * n)
 
 
+@pytest.mark.parametrize(
+    ("setting", "form"),
+    [
+        ({"ns_dtype": "float16"}, "gram"),
+        ({"ns_dtype": "bfloat16", "ns_coefficients": "polar_express"}, "gram"),
+        ({"ns_dtype": "float16", "ns_steps": 1}, "standard"),
+        ({"ns_dtype": "float32"}, "standard"),
+        ({"ns_dtype": "float32", "ns_coefficients": "cubic", "ns_steps": 9}, "standard"),
+    ],
+    ids=str,
+)
+def test_a_gram_form_that_restarts_in_every_step_is_the_standard_form(setting: dict[str, Any], form: str) -> None:
+    settings = NewtonSchulz.resolve(CPU, **setting)
+    assert settings.form(64, 256) == settings.form(256, 64) == form
+    by_name = replace(settings, method="standard")
+    assert by_name.form(64, 256) == "standard"
+    (found,), (standard,) = (orthogonalize([gaussian(64, 256)], each) for each in (settings, by_name))
+    assert torch.equal(found, standard) == (form == "standard")
+
+
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0)])
 def test_an_empty_matrix_has_an_empty_result(shape: tuple[int, int]) -> None:
     matrices = [torch.zeros(shape), gaussian(3, 5), torch.zeros(shape)]
