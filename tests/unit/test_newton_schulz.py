@@ -489,7 +489,10 @@ def test_auto_is_fp32_on_cpu_and_fp16_on_accelerators() -> None:
 
 
 @pytest.mark.parametrize(
-    "setting", [{"ns_method": "gramm"}, {"ns_dtype": "half"}, {"ns_coefficients": "quint"}, {"ns_steps": 0}], ids=str
+    "setting",
+    [{"ns_method": "gramm"}, {"ns_dtype": "half"}, {"ns_coefficients": "quint"}, {"ns_steps": 0}]
+    + [{"ns_eps": ns_eps} for ns_eps in (-1e-15, 1.0, float("nan"))],
+    ids=str,
 )
 def test_an_unknown_setting_is_refused_with_its_name_and_value(setting: dict[str, Any]) -> None:
     ((key, value),) = setting.items()
