@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ds_muon import DSMuonConfig
+from ds_muon.verify.inject import FAULTS
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text()
@@ -48,3 +49,9 @@ def test_every_extra_is_in_the_table_of_extras() -> None:
     tomllib = pytest.importorskip("tomllib")
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert re.findall(r"`(\w+)`", first_cells(section("Versions and extras"))) == list(extras)
+
+
+def test_every_fault_that_can_be_injected_is_listed() -> None:
+    text = section("Check your own training: `ds-muon verify`")
+    # Those of other tables in the section are not one word in backticks.
+    assert re.findall(r"^\| `([a-z-]+)` \|", text, flags=re.MULTILINE) == list(FAULTS)
