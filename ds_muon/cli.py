@@ -17,6 +17,7 @@ import ds_muon
 from ds_muon import planner
 from ds_muon.bench import newton_schulz, step
 from ds_muon.bench.chart import draw_costs, suffixes
+from ds_muon.extras import how_to_install
 from ds_muon.launch import RanksFailed, run_ranks
 from ds_muon.orthogonalize import BACKENDS
 from ds_muon.owners import RATES, Rates
@@ -124,7 +125,7 @@ def check_verify_options(options: argparse.Namespace) -> Task:
         CannotVerify: an option cannot be met; nothing has been started yet.
     """
     if options.report is not None and find_spec("matplotlib") is None:
-        raise CannotVerify("--report needs matplotlib: pip install 'ds-muon[plot]'")
+        raise CannotVerify(f"--report needs matplotlib: {how_to_install('plot')}")
     if options.model is not None:
         parse_spec(options.model)
     return Task(read_config(options.config), options.steps, options.model, options.seed, options.inject)
@@ -365,7 +366,7 @@ def _writable(text: str) -> Path:
 
 def _chart(text: str) -> Path:
     if find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError("it needs matplotlib: pip install 'ds-muon[plot]'")
+        raise argparse.ArgumentTypeError(f"it needs matplotlib: {how_to_install('plot')}")
     if Path(text).suffix.lower() not in suffixes():
         raise argparse.ArgumentTypeError(f"{text}: the name must end in one of {' '.join(suffixes())}")
     return _writable(text)

@@ -100,26 +100,43 @@ def muon_update(
         ``s * O``, (rows, cols) fp32.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, a gradient that is not a matrix, ``beta2`` out of range or without
-            ``row_variance``, or an unknown name in a setting.
+        ValueError: a gradient that is not a matrix of floats; a buffer that does not fit it in shape, dtype, device or
+            layout; ``momentum``, ``beta2`` or ``ns_eps`` out of range; ``beta2`` without ``row_variance``; an unknown
+            name in a setting. Nothing has been modified then.
     """
     if grad.ndim != 2 or grad.shape != momentum_buffer.shape:
         raise ValueError(
             f"muon_update needs a matrix and a momentum_buffer of its shape, "
             f"got {tuple(grad.shape)} and {tuple(momentum_buffer.shape)}"
         )
+    device = grad.device
+    if not grad.is_floating_point():
+        raise ValueError(f"muon_update needs a gradient of floats, got {_name(grad.dtype)}")
+    if (
+        momentum_buffer.dtype not in (torch.float32, torch.bfloat16)
+        or not momentum_buffer.is_contiguous()
+        or momentum_buffer.device != device
+    ):
+        raise ValueError(
+            f"muon_update needs a contiguous momentum_buffer in float32 or bfloat16 on {device}, got one "
+            f"in {_name(momentum_buffer.dtype)} with strides {momentum_buffer.stride()} on {momentum_buffer.device}"
+        )
+    if not 0 <= momentum < 1:
+        raise ValueError(f"momentum = {momentum!r}: set a number from 0 to below 1, such as 0.95")
     if row_variance is None and beta2 is not None:
         raise ValueError(f"beta2 = {beta2!r} has no effect without row_variance")
     beta2 = 0.95 if beta2 is None else beta2
     if not 0 <= beta2 < 1:
         raise ValueError(f"beta2 = {beta2!r}: set a number from 0 to below 1, such as 0.95")
-    if row_variance is not None and (row_variance.shape != grad.shape[:1] or row_variance.dtype != torch.float32):
+    if row_variance is not None and (
+        row_variance.shape != grad.shape[:1] or row_variance.dtype != torch.float32 or row_variance.device != device
+    ):
         raise ValueError(
-            f"muon_update needs a row_variance of shape {tuple(grad.shape[:1])} in float32, "
-            f"got {tuple(row_variance.shape)} in {str(row_variance.dtype).removeprefix('torch.')}"
+            f"muon_update needs a row_variance of shape {tuple(grad.shape[:1])} in float32 on {device}, "
+            f"got {tuple(row_variance.shape)} in {_name(row_variance.dtype)} on {row_variance.device}"
         )
     settings = NewtonSchulz.resolve(
-        grad.device,
+        device,
         ns_steps=ns_steps,
         ns_method=ns_method,
         ns_coefficients=ns_coefficients,
@@ -138,3 +155,7 @@ def muon_update(
     update = direction
     store_updates(output[None], [update], scale=scale, factors=factors)
     return update
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

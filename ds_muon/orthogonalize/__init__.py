@@ -66,8 +66,8 @@ class NewtonSchulz:
         """Settle ``"auto"``: fp16 on accelerators, where it costs what bf16 costs with 8 times less error, else fp32.
 
         Raises:
-            ValueError: an unknown method, dtype, backend or coefficient table, or a backend that cannot run on
-                ``device``, naming the key and its value.
+            ValueError: an unknown method, dtype, backend or coefficient table, ``ns_eps`` out of range, or a backend
+                that cannot run on ``device``, naming the key and its value.
         """
         if ns_method not in ("gram", "standard"):
             raise ValueError(f'ns_method = {ns_method!r}: choose "gram" or "standard"')
@@ -75,6 +75,8 @@ class NewtonSchulz:
         dtypes["auto"] = torch.float32 if device.type == "cpu" else torch.float16
         if ns_dtype not in dtypes:
             raise ValueError(f"ns_dtype = {ns_dtype!r}: choose one of {sorted(dtypes)}")
+        if not 0 <= ns_eps < 1:
+            raise ValueError(f"ns_eps = {ns_eps!r}: set a number from 0 to below 1, such as 1e-15")
         dtype = dtypes[ns_dtype]
         backend = choose_backend(ns_backend, device, dtype)
         return cls(schedule(ns_coefficients, ns_steps), ns_method, dtype, ns_eps, backend)
@@ -84,8 +86,14 @@ class NewtonSchulz:
         return newton_schulz.flops(rows, cols, self.triples, self.dtype, self.method)
 
     def form(self, rows: int, cols: int) -> str:
-        """``"gram"`` or ``"standard"``: the form in which a (rows, cols) matrix is iterated on."""
-        return "gram" if newton_schulz.uses_gram(rows, cols, self.method) else "standard"
+        """``"gram"`` or ``"standard"``: the form in which a (rows, cols) matrix is iterated on.
+
+        A Gram form that restarts in every step is the standard form, and called so.
+        """
+        if not newton_schulz.uses_gram(rows, cols, self.method):
+            return "standard"
+        restarts = newton_schulz.passes(self.triples, self.dtype, "gram")
+        return "gram" if restarts < len(self.triples) else "standard"
 
 
 def orthogonalize(matrices: Sequence[Tensor], settings: NewtonSchulz) -> list[Tensor]:

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from ds_muon.extras import how_to_install
 from ds_muon.orthogonalize.newton_schulz import Backend, Iteration, Operations, gram, passes, squares
 from ds_muon.orthogonalize.torch_backend import TorchOperations, exact_products
 
@@ -63,7 +64,7 @@ def problem(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     if torch.cuda.get_device_capability(device) < (8, 0):
         return f"Triton needs compute capability 8.0, and {torch.cuda.get_device_name(device)} has less"
     if find_spec("triton") is None:
-        return "Triton is not installed: pip install 'ds-muon[triton]'"
+        return f"Triton is not installed: {how_to_install('triton')}"
     if torch.cuda.is_current_stream_capturing():
         return "nothing can be tried while a CUDA graph is being captured"
     return _trial(device, dtype)

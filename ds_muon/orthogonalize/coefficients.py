@@ -6,6 +6,7 @@ One step applies the odd polynomial ``p(x) = a x + b x^3 + c x^5`` to every sing
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -74,7 +75,8 @@ def schedule(coefficients: str | Sequence[Sequence[float]], steps: int) -> tuple
         steps: number of polynomial steps, at least 1.
 
     Raises:
-        ValueError: an unknown name, an empty list, an entry that is not a triple, or ``steps`` below 1.
+        ValueError: an unknown name, an empty list, an entry that is not a triple of finite numbers, or ``steps`` below
+            1.
     """
     if steps < 1:
         raise ValueError(f"ns_steps = {steps}: at least one Newton-Schulz step is needed")
@@ -87,8 +89,10 @@ def schedule(coefficients: str | Sequence[Sequence[float]], steps: int) -> tuple
     else:
         try:
             table = tuple((float(a), float(b), float(c)) for a, b, c in coefficients)
-        except (TypeError, ValueError):
+        except (OverflowError, TypeError, ValueError):
             table = ()
-        if not table:
-            raise ValueError(f"ns_coefficients = {coefficients!r}: give a non-empty list of triples [a, b, c]")
+        if not table or not all(math.isfinite(number) for triple in table for number in triple):
+            raise ValueError(
+                f"ns_coefficients = {coefficients!r}: give a non-empty list of triples [a, b, c] of finite numbers"
+            )
     return tuple(table[min(step, len(table) - 1)] for step in range(steps))

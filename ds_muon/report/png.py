@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ds_muon.extras import how_to_install
 from ds_muon.report.layout import (
     COLOURS,
     PADDING,
@@ -34,7 +35,7 @@ def draw_updates(result: VerifyResult, path: Path) -> None:
         import matplotlib.style
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("the picture needs matplotlib: pip install 'ds-muon[plot]'") from error
+        raise ImportError(f"the picture needs matplotlib: {how_to_install('plot')}") from error
 
     rows = rows_of(result)
     picture = picture_of(result, rows, selected_rows(rows, ROWS_IN_PNG), heading=True)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ds_muon import DSMuonConfigError, DSMuonRefusal, RoutingError
 from ds_muon.cli import VERIFY, VERIFY_MODEL, add_verify_options, check_verify_options, present
+from ds_muon.extras import how_to_install
 from ds_muon.launch import OF_MPI, finish, say_why
 from ds_muon.verify.engine_view import CannotVerify
 from ds_muon.verify.outcome import COULD_NOT_RUN, exit_code
@@ -56,7 +57,7 @@ def missing_launcher(environment: Mapping[str, str]) -> str | None:
     if not any(name in environment for name in OF_MPI):
         return "nothing started this as a rank (no RANK in the environment): use `ds-muon verify`, which starts ranks"
     if find_spec("mpi4py") is None:
-        return "DeepSpeed needs mpi4py to find its rank under mpirun: pip install 'ds-muon[mpi]'"
+        return f"DeepSpeed needs mpi4py to find its rank under mpirun: {how_to_install('mpi')}"
     return None
 
 

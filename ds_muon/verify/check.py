@@ -127,7 +127,7 @@ class UpdateCheck:
 
     @property
     def precision(self) -> str:
-        """One line: the dtypes of model, sums, iteration and momentum."""
+        """See ``EngineView.precision``."""
         return self._comparison.precision
 
     def after_step(self) -> list[UpdateRecord]:
@@ -179,7 +179,7 @@ class StepComparison:
 
     @property
     def precision(self) -> str:
-        """One line: the dtypes of model, sums, iteration and momentum."""
+        """See ``EngineView.precision``."""
         return self._view.precision
 
     def close(self) -> None:

@@ -130,11 +130,20 @@ class EngineView:
 
     @property
     def precision(self) -> str:
-        """One line: the dtypes of model, sums, iteration and momentum."""
+        """One line: the dtypes of model, sums, iteration and momentum, and the forms of the iteration that run."""
         names = [_short(t) for t in (self.zero.dtype, self.summed_in, self.rule.ns_dtype, self.rule.momentum_dtype)]
         model, sums, iteration, momentum = names
+        forms = " and ".join(sorted({self._form(shape) for shape in self.shapes}))
         variant = "" if self.rule.beta2 is None else ", NorMuon"
-        return f"{model} model, {sums} sums, {self.rule.ns_method} in {iteration}, {momentum} momentum{variant}"
+        return f"{model} model, {sums} sums, {forms} in {iteration}, {momentum} momentum{variant}"
+
+    def _form(self, shape: tuple[int, ...]) -> str:
+        rows, *rest = shape
+        cols = math.prod(rest)
+        if self.is_dsmuon:
+            form: str = self.zero.newton_schulz.form(rows, cols)
+            return form
+        return "standard" if rows == cols else self.rule.ns_method
 
     def owner(self, placed: Placed) -> int | None:
         return self._owners.get(placed.name)

@@ -128,7 +128,7 @@ class VerifyResult:
         optimizer: the ``type`` in the config.
         device: name of the accelerator, or ``"cpu"``.
         world_size: ranks.
-        precision: one line: dtypes of model, sums, iteration and momentum.
+        precision: one line: dtypes of model, sums, iteration and momentum, and the forms of the iteration that ran.
         steps: optimizer steps that were checked.
         skipped_steps: steps that the engine skipped for an overflow.
         partition_sizes: elements per rank, for every param group.

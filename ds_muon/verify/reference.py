@@ -211,9 +211,11 @@ class SameDtypeMuon:
 
     def new_weight(self, weight: Tensor, gradient: Tensor, group: Group) -> Tensor:
         """The (rows, cols) fp32 weight after one step with the averaged, unscaled fp32 gradient."""
+        # DeepSpeed's Muon may keep it in fp16, which muon_update refuses. All arithmetic is in fp32 anyway.
+        momentum_buffer = self.state["momentum_buffer"].float()
         update = muon_update(
             gradient,
-            self.state["momentum_buffer"],
+            momentum_buffer,
             momentum=group["momentum"],
             nesterov=group["nesterov"],
             adjust_lr_fn=self._rule.adjust_lr_fn,
@@ -221,6 +223,7 @@ class SameDtypeMuon:
             beta2=self._rule.beta2,
             **self._newton_schulz,
         )
+        self.state["momentum_buffer"].copy_(momentum_buffer)
         return _apply(weight, update, group)
 
     def new_weights_in_batches(

@@ -11,9 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from ds_muon import muon_update
 from ds_muon.verify import CannotVerify, UpdateCheck, UpdateRecord, tolerances
+from ds_muon.verify.engine_view import MuonRule
 from ds_muon.verify.gpt import GPT, GPTConfig
 from ds_muon.verify.inject import FAULTS, found, plant
+from ds_muon.verify.reference import SameDtypeMuon
 from tests.unit.models import PrescribedGradients, ds_config, full_weights, start, train_step
 from tests.unit.ranks import DEVICE, run_ranks
 
@@ -385,6 +388,55 @@ def test_deepspeeds_muon_is_right_without_clipping_and_fails_by_the_clip_that_is
     assert unclipped and all(record.ok and record.relative_error > 0 for record in unclipped)
     clipped = [record for record in run_ranks(2, check_deepspeeds_muon, None)[0] if record.half == "muon"]
     assert all(not record.ok and record.diagnosis.startswith("clipped update") for record in clipped)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_same_dtype_reference_keeps_the_momentum_in_the_engines_dtype(dtype: torch.dtype) -> None:
+    """DeepSpeed's Muon keeps it in that of the gradients, fp16 for one."""
+    rule = MuonRule("original", 5, "quintic", "gram", torch.float32, 1e-15, momentum_dtype=dtype)
+    group = {"lr": 0.02, "weight_decay": 0.0, "momentum": 0.95, "nesterov": True}
+    gradient, weight = torch.randn(6, 9, generator=torch.Generator().manual_seed(0)), torch.zeros(6, 9)
+    reference = SameDtypeMuon({"momentum_buffer": torch.zeros(6, 9)}, rule)
+    exact = torch.zeros(6, 9)
+    for _ in range(2):
+        exact = exact.to(dtype).float()
+        expected = weight - 0.02 * muon_update(gradient, exact)
+        assert torch.equal(reference.new_weight(weight, gradient, group), expected)
+        assert torch.equal(reference.state["momentum_buffer"], exact.to(dtype))
+
+
+# ---- what it says of the engine ------------------------------------------------------------------------------------
+
+
+def precision_of(config: dict[str, Any], shapes: list[tuple[int, int]]) -> str:
+    engine = start(PrescribedGradients(shapes), config)
+    check = UpdateCheck(engine)
+    check.close()
+    engine.destroy()
+    return check.precision
+
+
+MUON = {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 1e-3}}
+SQUARE, WIDE = (48, 48), (48, 96)
+
+
+@ranks
+@pytest.mark.parametrize(
+    ("config", "shapes", "iteration"),
+    [
+        (ds_config({"ns_dtype": "float32"}), [SQUARE, WIDE], "standard in fp32"),
+        (ds_config({"ns_dtype": "float16"}), [SQUARE, WIDE], "gram and standard in fp16"),
+        (ds_config({"ns_dtype": "float16"}), [WIDE], "gram in fp16"),
+        (ds_config({"ns_dtype": "bfloat16"}), [SQUARE], "standard in bf16"),
+        (ds_config({"ns_dtype": "float16", "ns_method": "standard"}), [SQUARE, WIDE], "standard in fp16"),
+        (ds_config(optimizer=MUON), [SQUARE, WIDE], "gram and standard in fp"),
+        (ds_config(optimizer=MUON), [SQUARE], "standard in fp"),
+    ],
+)
+def test_the_forms_of_the_iteration_that_run_are_named(
+    config: dict[str, Any], shapes: list[tuple[int, int]], iteration: str
+) -> None:
+    assert f" sums, {iteration}" in run_ranks(1, precision_of, config, shapes)[0]
 
 
 # ---- verify_every ---------------------------------------------------------------------------------------------------

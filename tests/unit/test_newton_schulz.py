@@ -489,7 +489,10 @@ def test_auto_is_fp32_on_cpu_and_fp16_on_accelerators() -> None:
 
 
 @pytest.mark.parametrize(
-    "setting", [{"ns_method": "gramm"}, {"ns_dtype": "half"}, {"ns_coefficients": "quint"}, {"ns_steps": 0}], ids=str
+    "setting",
+    [{"ns_method": "gramm"}, {"ns_dtype": "half"}, {"ns_coefficients": "quint"}, {"ns_steps": 0}]
+    + [{"ns_eps": ns_eps} for ns_eps in (-1e-15, 1.0, float("nan"))],
+    ids=str,
 )
 def test_an_unknown_setting_is_refused_with_its_name_and_value(setting: dict[str, Any]) -> None:
     ((key, value),) = setting.items()
@@ -508,6 +511,26 @@ def test_five_steps_cost_20_m3_for_squares_and_with_one_restart_14_m3_and_6_m2_n
         assert settings.form(m, n) == settings.form(n, m) == "standard"
     for m, n in [(64, 128), (7, 1000), (128, 512)]:
         assert NewtonSchulz.resolve(CPU, ns_method="standard").cost(n, m) == 5 * (m**3 + 3 * m * m * n)
+
+
+@pytest.mark.parametrize(
+    ("setting", "form"),
+    [
+        ({"ns_dtype": "float16"}, "gram"),
+        ({"ns_dtype": "bfloat16", "ns_coefficients": "polar_express"}, "gram"),
+        ({"ns_dtype": "float16", "ns_steps": 1}, "standard"),
+        ({"ns_dtype": "float32"}, "standard"),
+        ({"ns_dtype": "float32", "ns_coefficients": "cubic", "ns_steps": 9}, "standard"),
+    ],
+    ids=str,
+)
+def test_a_gram_form_that_restarts_in_every_step_is_the_standard_form(setting: dict[str, Any], form: str) -> None:
+    settings = NewtonSchulz.resolve(CPU, **setting)
+    assert settings.form(64, 256) == settings.form(256, 64) == form
+    by_name = replace(settings, method="standard")
+    assert by_name.form(64, 256) == "standard"
+    (found,), (standard,) = (orthogonalize([gaussian(64, 256)], each) for each in (settings, by_name))
+    assert torch.equal(found, standard) == (form == "standard")
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0)])

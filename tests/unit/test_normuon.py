@@ -102,14 +102,18 @@ def test_a_variance_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
         muon_update(gaussian(6, 9), torch.zeros(6, 9), row_variance=torch.zeros(shape))
 
 
-def test_beta2_and_dtype_are_checked() -> None:
+def test_beta2_dtype_and_device_are_checked() -> None:
     for beta2 in (1.0, 1.5, -0.1, float("nan")):
         with pytest.raises(ValueError, match=r"beta2 = .*set a number from 0 to below 1"):
             muon_update(gaussian(6, 9), torch.zeros(6, 9), row_variance=torch.zeros(6), beta2=beta2)
     with pytest.raises(ValueError, match="has no effect without row_variance"):
         muon_update(gaussian(6, 9), torch.zeros(6, 9), beta2=0.9)
-    with pytest.raises(ValueError, match=r"in float32, got .* in bfloat16"):
+    with pytest.raises(ValueError, match=r"in float32 on cpu, got .* in bfloat16"):
         muon_update(gaussian(6, 9), torch.zeros(6, 9), row_variance=torch.zeros(6, dtype=torch.bfloat16))
+    buffer = torch.zeros(6, 9)
+    with pytest.raises(ValueError, match=r"on cpu, got .* on meta"):
+        muon_update(gaussian(6, 9), buffer, row_variance=torch.zeros(6, device="meta"))
+    assert torch.count_nonzero(buffer) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -54,7 +54,7 @@ def sample(
         optimizer="DSMuon",
         device="cpu",
         world_size=world_size,
-        precision="fp32 model, fp32 sums, gram in fp32, fp32 momentum",
+        precision="fp32 model, fp32 sums, standard in fp32, fp32 momentum",
         steps=2,
         skipped_steps=0,
         partition_sizes=tuple(sizes),

@@ -270,11 +270,15 @@ REFUSED = [
     {"ns_dtype": "half"},
     {"ns_coefficients": "quint"},
     {"ns_steps": 0},
+    *({"momentum": momentum} for momentum in (1.0, 2.0, -0.1, float("nan"), float("inf"))),
+    *({"ns_eps": ns_eps} for ns_eps in (-1e-15, 1.0, float("nan"))),
 ]
 
 
 @pytest.mark.parametrize("setting", REFUSED, ids=str)
-def test_an_unknown_setting_is_refused_before_the_momentum_moves(setting: dict[str, Any]) -> None:
+def test_a_setting_that_is_unknown_or_out_of_range_is_refused_before_the_momentum_moves(
+    setting: dict[str, Any],
+) -> None:
     ((key, value),) = setting.items()
     buffer = torch.zeros(4, 6)
     with pytest.raises(ValueError, match=f"{key} = {value!r}"):
@@ -296,10 +300,32 @@ def test_anything_but_a_matrix_and_a_buffer_of_its_shape_is_refused(
     assert torch.count_nonzero(momentum_buffer) == 0
 
 
-def test_a_buffer_that_cannot_be_advanced_in_place_is_refused() -> None:
-    buffer = torch.zeros(6, 4).mT
-    with pytest.raises((RuntimeError, ValueError)):
-        muon_update(torch.ones(4, 6), buffer)
+@pytest.mark.parametrize(
+    ("buffer", "what"),
+    [
+        *(
+            (torch.zeros(4, 6, dtype=dtype), str(dtype)[6:])
+            for dtype in (torch.float16, torch.float64, torch.complex64)
+        ),
+        *((torch.zeros(4, 6, dtype=dtype), str(dtype)[6:]) for dtype in (torch.int32, torch.bool)),
+        (torch.zeros(6, 4).mT, r"strides \(1, 4\)"),
+        (torch.zeros(6).expand(4, 6), r"strides \(0, 1\)"),
+        (torch.zeros(4, 6, device="meta"), "on meta"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_buffer_that_cannot_hold_the_momentum_is_refused(buffer: Tensor, what: str) -> None:
+    gradient = torch.ones(4, 6)
+    with pytest.raises(ValueError, match=f"contiguous momentum_buffer in float32 or bfloat16 on cpu, got .*{what}"):
+        muon_update(gradient, buffer)
+    assert torch.equal(gradient, torch.ones(4, 6)) and (buffer.is_meta or torch.count_nonzero(buffer) == 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_a_gradient_that_is_not_of_floats_is_refused(dtype: torch.dtype) -> None:
+    buffer = torch.zeros(4, 6)
+    with pytest.raises(ValueError, match=f"needs a gradient of floats, got {str(dtype)[6:]}"):
+        muon_update(torch.ones(4, 6, dtype=dtype), buffer)
     assert torch.count_nonzero(buffer) == 0
 
 
