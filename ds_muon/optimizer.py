@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -133,16 +133,35 @@ class DSMuon(Optimizer):
 
     def state_error(self, state_dict: dict[str, Any]) -> ValueError | None:
         """Why ``state_dict`` does not fit this optimizer; None if it does."""
-        ours = [self.state[p] for group in self.param_groups for p in group["params"]]
-        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        saved = [state_dict["state"].get(key, {}) for key in keys]
-        for mine, theirs in zip(ours, saved, strict=False):
-            if mine.keys() != theirs.keys():
-                return ValueError(
-                    f"the checkpoint's optimizer state has {sorted(theirs)}, this optimizer has {sorted(mine)}: "
-                    "it was saved by another optimizer or variant. Load it with load_optimizer_states=False"
-                )
-        return None
+        ours = [(group, self.state[p]) for group in self.param_groups for p in group["params"]]
+        state = state_dict["state"]
+        saved = [(group, state.get(key, {})) for group in state_dict["param_groups"] for key in group["params"]]
+        difference = next(_differences(saved, ours), None)
+        if difference is None:
+            return None
+        return ValueError(
+            f"the checkpoint was saved by another optimizer or variant: {difference}. "
+            "Load it with load_optimizer_states=False"
+        )
+
+
+_Saved = Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
+
+
+def _differences(saved: _Saved, ours: _Saved) -> Iterator[str]:
+    """What of the ``saved`` groups and states, one of each per flat parameter, cannot be loaded as ``ours``."""
+    if len(saved) != len(ours):
+        yield f"it has {len(saved)} param groups, this optimizer has {len(ours)}"
+    for (saved_group, theirs), (group, mine) in zip(saved, ours, strict=False):
+        if theirs.keys() != mine.keys():
+            yield f"its state has {sorted(theirs)}, this optimizer's has {sorted(mine)}"
+        for key in theirs.keys() & mine.keys():
+            shapes = [tuple(getattr(state[key], "shape", ())) for state in (theirs, mine)]
+            if shapes[0] != shapes[1]:
+                yield f"its {key} has the shape {shapes[0]}, this optimizer's {shapes[1]}"
+        for key in ("momentum", "nesterov"):
+            if key in group and key not in saved_group:
+                yield f"its param groups have no {key!r}"
 
 
 def _adamw_of(groups: list[dict[str, Any]]) -> torch.optim.AdamW:

@@ -144,6 +144,28 @@ def test_a_checkpoint_of_another_variant_is_refused_on_every_rank(tmp_path: Path
     assert all("another optimizer or variant" in error for error in failure.value.errors.values())
 
 
+def save_deepspeeds_muon_then_load(folder: str) -> None:
+    """Matrices in the order in which DeepSpeed's Muon, too, lays them out: the cuts do not tell the two apart."""
+    shapes = [(48, 96), (48, 48), (7,)]
+    theirs = ds_config(optimizer={"type": "Muon", "params": {"lr": 0.02, "adam_lr": 1e-3}})
+    engine = start(PrescribedGradients(shapes), theirs)
+    train_step(engine, exact_gradients(shapes, 0, engine.device))
+    engine.save_checkpoint(folder)
+    weights = full_weights(engine)
+    engine.destroy()
+    engine = start(PrescribedGradients(shapes), ds_config())
+    with pytest.raises((ValueError, RuntimeError), match="saved by another optimizer"):
+        engine.load_checkpoint(folder)
+    engine.load_checkpoint(folder, load_optimizer_states=False)
+    assert_same(full_weights(engine), weights)
+    train_step(engine, exact_gradients(shapes, 1, engine.device))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_checkpoint_of_deepspeeds_muon_is_refused_but_for_its_weights(tmp_path: Path, world_size: int) -> None:
+    run_ranks(world_size, save_deepspeeds_muon_then_load, str(tmp_path))
+
+
 def test_a_checkpoint_of_the_same_routing_loads(tmp_path: Path) -> None:
     run_ranks(2, save_then_load, ds_config(), ds_config({"lr": 0.1}), str(tmp_path))
 
