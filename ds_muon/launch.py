@@ -100,7 +100,19 @@ def placement(environment: Mapping[str, str], world_size: int, gpus: int) -> tup
 
 
 def describe_failure(log: str) -> str:
-    """The message of the rank that failed first, with the end of its traceback; else the last lines of the log."""
+    """The message of the rank that failed first, with the end of its traceback; else the last lines of the log.
+
+    A rank that a signal ended says nothing itself: the launcher's log tells.
+    """
+    signalled = re.search(r"exits with return code = -(\d+)", log)
+    if signalled is None:
+        return _last_words(log)
+    name = signal.Signals(int(signalled[1])).name
+    hint = ": as the system does when memory runs out" if name == "SIGKILL" else ""
+    return f"{_last_words(log)}\na rank was ended by {name}{hint}"
+
+
+def _last_words(log: str) -> str:
     block = re.search(rf"^{FAILED} .*?(?=^{END_OF_FAILURE}|\Z)", log, re.MULTILINE | re.DOTALL)
     if block is not None:
         message, traceback, calls = block[0].rstrip().partition(_TRACEBACK)

@@ -24,7 +24,7 @@ import torch
 
 import ds_muon
 from ds_muon import cli
-from ds_muon.launch import END_OF_FAILURE, FAILED, describe_failure, placement
+from ds_muon.launch import END_OF_FAILURE, FAILED, RanksFailed, describe_failure, placement, run_ranks
 from ds_muon.verify import outcome, subject, table
 from ds_muon.verify.__main__ import missing_launcher
 from ds_muon.verify.engine_view import CannotVerify
@@ -352,6 +352,18 @@ def test_a_crash_without_a_word_is_told_by_the_last_lines() -> None:
     noise = "[2026-01-01 00:00:00] [INFO] [launch.py:1:main] x\n/a/b.py:3: FutureWarning: old\n  warnings.warn(\n\n"
     text = describe_failure(noise + "Segmentation fault\n" + noise)
     assert text.splitlines()[1:] == ["Segmentation fault"]
+
+
+@pytest.mark.ranks
+def test_a_rank_that_a_signal_ended_is_told_of(tmp_path: Path) -> None:
+    """Also where the ranks that it left behind have something to say."""
+    lines = ["import os, time", "if os.environ['RANK'] == '1':", "    os.kill(os.getpid(), 9)", "time.sleep(60)"]
+    (tmp_path / "ended.py").write_text("\n".join(lines))
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    with pytest.raises(RanksFailed, match="a rank was ended by SIGKILL: as the system does when memory runs out"):
+        run_ranks("ended", [], 2, lambda path: None, environment)
+    log = f"{FAILED} 0: RuntimeError: Connection closed by peer\n{END_OF_FAILURE}\n[...] exits with return code = -11\n"
+    assert describe_failure(log).splitlines()[1:] == ["a rank was ended by SIGSEGV"]
 
 
 def test_a_process_that_is_no_rank_says_what_to_use() -> None:
