@@ -116,6 +116,30 @@ class Findings:
         return self.may_move and self.updates == FINITE and not self.stop
 
 
+class OnTheirWay:
+    """Numbers that are being copied to the host, behind what makes them and nothing that is queued later.
+
+    Attributes:
+        numbers: where they come from.
+    """
+
+    def __init__(self, numbers: Tensor) -> None:
+        self.numbers = self._copy = numbers
+        self._event: torch.cuda.Event | None = None
+        if numbers.is_cuda:
+            # Only to pinned memory does a copy not stop the host.
+            self._copy = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
+            self._copy.copy_(numbers, non_blocking=True)
+            self._event = torch.cuda.current_stream(numbers.device).record_event()
+
+    def wait(self) -> list[float]:
+        """The numbers. Blocks the host until they are there."""
+        if self._event is not None:
+            self._event.synchronize()
+        found: list[float] = self._copy.tolist()
+        return found
+
+
 class StepGuard:
     """What all ranks find of a step, and what is done and said about it.
 
@@ -164,21 +188,31 @@ class StepGuard:
             may_move &= squares_of_adamw.sum().sqrt() <= self._threshold
         return may_move
 
-    def wait_for_findings(
-        self, measures: Tensor, may_move: Tensor, updates: Sequence[Tensor], captured: bool
-    ) -> Findings:
-        """Agree with all ranks on what was staged. A collective, and the only time in a step that the host waits.
+    def report(self, measures: Tensor, may_move: Tensor) -> OnTheirWay:
+        """Start to bring to the host what is known before anything is staged. The host does not wait.
 
         Args:
             measures: from ``measure``.
             may_move: from ``may_move``.
+        """
+        return OnTheirWay(torch.cat([measures, may_move.double().view(1)]))
+
+    def wait_for_findings(self, known: OnTheirWay, updates: Sequence[Tensor], captured: bool) -> Findings:
+        """Agree with all ranks on what was staged: a collective, and the only time in a step that the host waits.
+
+        With ``nan_guard`` "off" it waits for the gradients' norms only, while the updates may still be in the making.
+
+        Args:
+            known: from ``report``.
             updates: this rank's flat partition of each Muon group's update; not modified.
             captured: whether this rank wants to stop for what it captured in this step.
         """
-        known = [measures, may_move.double().view(1)]
-        if self._nan_guard != "off":
-            known.append(agree_on_updates(updates, captured, self._process_group).double())
-        *squares, stop, may, found = [*torch.cat(known).tolist(), float(FINITE)][: len(measures) + 2]
+        found = float(FINITE)
+        if self._nan_guard == "off":
+            *squares, stop, may = known.wait()
+        else:
+            byte = agree_on_updates(updates, captured, self._process_group)
+            *squares, stop, may, found = torch.cat([known.numbers, byte.double()]).tolist()
         return Findings(squares, bool(may), int(found), bool(stop))
 
     def explain(

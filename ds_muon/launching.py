@@ -20,7 +20,7 @@ def addresses_of(tensors: Sequence[Tensor]) -> tuple[Tensor, bool]:
     if device.type == "cuda":
         with on(device):
             if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("Newton-Schulz by Triton cannot be captured in a CUDA graph of yours")
+                raise RuntimeError("kernels that are told addresses cannot be captured in a CUDA graph of yours")
             stream = torch.cuda.current_stream().cuda_stream
     addresses = tuple(tensor.data_ptr() for tensor in tensors)
     return _on_device(addresses, device, stream), all(address % 16 == 0 for address in addresses)

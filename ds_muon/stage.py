@@ -1,24 +1,65 @@
-"""From U to the update, for one Muon param group: exchange, orthogonalization, NorMuon's rows. Knows no DeepSpeed."""
+"""From U to the update, for Muon param groups: exchange, orthogonalization, NorMuon's rows. Knows no DeepSpeed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ds_muon.capture import NanCapture
-from ds_muon.exchange import Exchange, result_dtype
+from ds_muon.exchange import Exchange, Transfer, result_dtype
 from ds_muon.normuon import RowVariance
 from ds_muon.orthogonalize import NewtonSchulz, batches, orthogonalize_batch
 from ds_muon.partition import GroupPlan, Matrix
 from ds_muon.passes import store_updates
 from ds_muon.update import update_scale
 
+_Batch = Sequence[tuple[Matrix, Tensor]]
+
+
+@dataclass
+class _Step:
+    """A group's updates under way."""
+
+    partition: Tensor
+    variance: Tensor | None
+    settings: NewtonSchulz
+    gathering: Transfer
+    returning: Transfer = field(default_factory=Transfer)
+
+
+def in_turns(groups: Sequence[MuonGroup], begin: Callable[[int], object]) -> None:
+    """Run several groups so that slices of one travel, both ways, while another computes. A collective.
+
+    No more than two groups are under way at a time, for each holds the matrices that it has gathered.
+
+    Args:
+        groups: the same on every rank.
+        begin: calls ``MuonGroup.begin`` of the group of this index, once its U is there.
+    """
+    for i, group in enumerate(groups):
+        if i == 0:
+            begin(0)
+        if i + 1 < len(groups):
+            begin(i + 1)
+        group.run()
+        if i > 0:
+            groups[i - 1].finish()
+    if groups:
+        groups[-1].finish()
+
 
 class MuonGroup:
     """One rank's part in the updates of a Muon param group.
+
+    A step calls ``begin``, ``run`` and ``finish``, each a collective: together they overwrite U with the update ``s O``
+    on this rank's partition; padding stays zero. What travels does so while batches of what does not run, and comes
+    back while others do, of this group or of another: see ``in_turns``. With NorMuon the rows of O are normalized, and
+    their new variances staged, for ``commit``.
 
     Args:
         plan: the group's plan, the same on every rank.
@@ -50,56 +91,66 @@ class MuonGroup:
         self._held = plan.held(rank)
         self._adjust_lr_fn = adjust_lr_fn
         self._capture = capture
+        self._step: _Step | None = None
 
-    def orthogonalize_(self, partition: Tensor, variance: Tensor | None, settings: NewtonSchulz) -> None:
-        """Overwrite U with the update ``s O`` on this rank's partition; padding stays zero. A collective.
+    def begin(self, partition: Tensor, variance: Tensor | None, settings: NewtonSchulz) -> None:
+        """Send the slices of U that go to other ranks.
 
         Args:
-            partition: (partition_size,) fp32.
+            partition: (partition_size,) fp32; not to be touched until ``finish`` has overwritten it.
             variance: (rows, 1) fp32, NorMuon's current state; not modified. None for plain Muon.
             settings: of the iteration.
-
-        With NorMuon the rows of O are normalized, and their new variances staged, for ``commit``.
-
-        What travels does so while batches of what does not run, and comes back while others do.
         """
-        pieces = self._pieces(partition)
-        whole = [(matrix, piece.view(matrix.rows, matrix.cols)) for matrix, piece in pieces if not matrix.travels]
-        gathering = self.exchange.gather(partition)
-        inputs = whole + list(zip(self.exchange.owned, gathering.tensors, strict=True))
-        travelling: dict[int, Tensor] = {}
+        self._step = _Step(partition, variance, settings, self.exchange.gather(partition))
         if self.row_variance is not None and variance is not None:
             self.row_variance.begin(variance)
-        waiting: list[Sequence[int]] = []
-        ready: list[Sequence[int]] = []
-        for indices in batches([u for _, u in inputs], settings):
-            (waiting if indices[-1] >= len(whole) else ready).append(indices)
-        before = ready[: (len(ready) + 1) // 2]
-        for indices in before:
-            self._update([inputs[i] for i in indices], len(indices), variance, settings)
-        gathering.wait()
-        for indices in waiting:
-            # Indices ascend: those that do not travel come first.
-            count = sum(index < len(whole) for index in indices)
-            outputs = self._update([inputs[i] for i in indices], count, variance, settings)
-            travelling.update(zip(indices[count:], outputs, strict=True))
-        dtype = result_dtype(settings, normuon=variance is not None)
-        returning = self.exchange.scatter([output for _, output in sorted(travelling.items())], partition, dtype)
-        for indices in ready[len(before) :]:
-            self._update([inputs[i] for i in indices], len(indices), variance, settings)
-        returning.wait()
+
+    def run(self) -> None:
+        """Orthogonalize what this rank owns, and send back the slices of what travels."""
+        step = self._step
+        assert step is not None, "begin comes first"
+        whole = [(m, piece.view(m.rows, m.cols)) for m, piece in self._pieces(step.partition) if not m.travels]
+        owned = list(zip(self.exchange.owned, step.gathering.tensors, strict=True))
+        ready, waiting = _batches(whole, owned, step.settings)
+        costs = [len(batch) * step.settings.cost(batch[0][0].rows, batch[0][0].cols) for batch in ready]
+        first = sum(2 * before < sum(costs) for before in accumulate(costs, initial=0))
+        for batch in ready[:first]:
+            self._update(batch, len(batch), step)
+        step.returning = self._send_back(waiting, step)
+        # What was gathered has served.
+        step.gathering = Transfer()
+        del owned, waiting
+        for batch in ready[first:]:
+            self._update(batch, len(batch), step)
+
+    def finish(self) -> None:
+        """Take in the slices of what has travelled."""
+        step, self._step = self._step, None
+        assert step is not None, "begin and run come first"
+        step.returning.wait()
         if self.row_variance is not None:
             self.row_variance.agree()
         # Scaled by their holders: what travels is what Newton-Schulz returned, in its own dtype.
-        to_scale = [(piece, self._scale(matrix)) for matrix, piece in pieces if matrix.travels]
+        to_scale = [(piece, self._scale(matrix)) for matrix, piece in self._pieces(step.partition) if matrix.travels]
         if to_scale:
             torch._foreach_mul_([piece for piece, _ in to_scale], [scale for _, scale in to_scale])
 
-    def _update(
-        self, batch: Sequence[tuple[Matrix, Tensor]], count: int, variance: Tensor | None, settings: NewtonSchulz
-    ) -> Sequence[Tensor]:
+    def _send_back(self, waiting: Sequence[_Batch], step: _Step) -> Transfer:
+        """Orthogonalize what has been gathered, and what shares its batches, and start to return the results."""
+        step.gathering.wait()
+        results: dict[str, Tensor] = {}
+        for batch in waiting:
+            # Those that do not travel come first.
+            count = sum(not matrix.travels for matrix, _ in batch)
+            outputs = self._update(batch, count, step)
+            results.update(zip((matrix.name for matrix, _ in batch[count:]), outputs, strict=True))
+        dtype = result_dtype(step.settings, normuon=step.variance is not None)
+        return self.exchange.scatter([results[m.name] for m in self.exchange.owned], step.partition, dtype)
+
+    def _update(self, batch: _Batch, count: int, step: _Step) -> Sequence[Tensor]:
         """Overwrite the first ``count`` U of a batch with ``s O``; returns the O of the others, not scaled."""
-        outputs = self._orthogonalize(batch, settings)
+        variance = step.variance
+        outputs = self._orthogonalize(batch, step.settings)
         factors = self._factors(batch, outputs, variance)
         targets = [u for _, u in batch]
         here, away = (None, None) if factors is None else (factors[:count], factors[count:])
@@ -125,7 +176,7 @@ class MuonGroup:
     def _pieces(self, partition: Tensor) -> list[tuple[Matrix, Tensor]]:
         return [(matrix, partition.narrow(0, piece.offset, piece.numel)) for matrix, piece in self._held]
 
-    def _orthogonalize(self, batch: Sequence[tuple[Matrix, Tensor]], settings: NewtonSchulz) -> Tensor:
+    def _orthogonalize(self, batch: _Batch, settings: NewtonSchulz) -> Tensor:
         """(batch, rows, cols); saves the inputs of what is not finite, if the capture is on."""
         inputs = [u for _, u in batch]
         kept = self._capture.keep(inputs)
@@ -133,10 +184,29 @@ class MuonGroup:
         self._capture.save_nonfinite([matrix.name for matrix, _ in batch], kept, outputs, settings)
         return outputs
 
-    def _factors(
-        self, batch: Sequence[tuple[Matrix, Tensor]], outputs: Tensor, variance: Tensor | None
-    ) -> Tensor | None:
+    def _factors(self, batch: _Batch, outputs: Tensor, variance: Tensor | None) -> Tensor | None:
         """What the rows of the outputs are multiplied with, (batch, rows, 1) fp32; None for plain Muon."""
         if self.row_variance is None or variance is None:
             return None
         return self.row_variance.factors(variance, [matrix.name for matrix, _ in batch], outputs)
+
+
+def _batches(
+    whole: Sequence[tuple[Matrix, Tensor]], owned: Sequence[tuple[Matrix, Tensor]], settings: NewtonSchulz
+) -> tuple[list[_Batch], list[_Batch]]:
+    """Batches that can run at once, and those with matrices that travel, which come last in theirs.
+
+    A matrix that does not travel waits in the batch of one of its shape that does, for larger batches are faster; but
+    not where most of the work would wait.
+    """
+    travelling = {(matrix.rows, matrix.cols) for matrix, _ in owned}
+    shapes = [(matrix.rows, matrix.cols) for matrix, _ in whole]
+    would_wait = sum(settings.cost(*shape) for shape in shapes if shape in travelling)
+    apart = 2 * would_wait > sum(settings.cost(*shape) for shape in shapes)
+    ready: list[_Batch] = []
+    waiting: list[_Batch] = []
+    for inputs in [whole, owned] if apart else [[*whole, *owned]]:
+        for indices in batches([u for _, u in inputs], settings):
+            batch = [inputs[i] for i in indices]
+            (waiting if batch[-1][0].travels else ready).append(batch)
+    return ready, waiting

@@ -4,8 +4,9 @@ DeepSpeed steps one param group after another. Here a step has five phases, each
 gradients, measure them, stage every update, decide, commit. Until the last, no weight, no AdamW state and no variance
 has moved; the momentum has, unless the gradients forbid it.
 
-The host waits for the device once, to decide: for the norms of the gradients and, with ``nan_guard``, for the byte that
-says whether the updates are finite. Everything before it is queued without knowing.
+The host waits for the device once, to decide: for the norms of the gradients or, with ``nan_guard``, for the byte that
+says whether the updates are finite. Everything before it is queued without knowing, and with ``nan_guard`` "off" what
+comes after it is queued while Newton-Schulz still runs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ds_muon.optimizer import DSMuon
 from ds_muon.orthogonalize import release
 from ds_muon.partition import Plan, flat_layout, make_plan
 from ds_muon.refusals import SUPPORTED_DEEPSPEED
-from ds_muon.stage import MuonGroup
+from ds_muon.stage import MuonGroup, in_turns
 from ds_muon.verify.in_training import TrainingCheck
 
 
@@ -200,10 +201,11 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
             measures = self.guard.measure(gradients, self._capture.stops_training)
             squares = measures[:-1]
             may_move = self.guard.may_move(squares, squares[len(self.muon_groups) :])
+            known = self.guard.report(measures, may_move)
         with self._timed(deepspeed_zero.OPTIMIZER_STEP_TIMER):
             self._stage(gradients, may_move)
             updates = gradients[: len(self.muon_groups)]
-            findings = self.guard.wait_for_findings(measures, may_move, updates, self._capture.stops_training)
+            findings = self.guard.wait_for_findings(known, updates, self._capture.stops_training)
             # Neither a spike nor a bad kernel says anything of the loss scale.
             self._update_scale(not findings.gradients_are_finite)
             self._global_grad_norm: float | None = findings.norm if self.compute_grad_norm else None
@@ -220,9 +222,12 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         """Turn every Muon gradient, in place, into what ``DSMuon.step`` applies; AdamW's is that already."""
         # A step that the gradients forbid has nothing to show.
         self._capture.start_step(self.steps, may_move)
-        for i, group in enumerate(self.muon_groups):
+
+        def begin(i: int) -> None:
             self.optimizer.advance_momentum_(i, gradients[i], may_move)
-            group.orthogonalize_(gradients[i], self.optimizer.row_variance(i), self.newton_schulz)
+            self.muon_groups[i].begin(gradients[i], self.optimizer.row_variance(i), self.newton_schulz)
+
+        in_turns(self.muon_groups, begin)
 
     def _explain(self, findings: Findings, updates: Sequence[Tensor]) -> None:
         """Warn that the step is skipped, or raise; the same on every rank."""

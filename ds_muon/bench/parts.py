@@ -93,14 +93,14 @@ def instrumented(engine: Any, recorder: Recorder) -> Iterator[None]:
             stack.enter_context(mock.patch.object(target, method, timed))
 
         def begin_together(group: Any) -> None:
-            original = group.orthogonalize_
+            original = group.begin
 
             def together(*args: Any) -> None:
                 with recorder.part("wait"):
                     dist.barrier()
                 original(*args)
 
-            stack.enter_context(mock.patch.object(group, "orthogonalize_", together))
+            stack.enter_context(mock.patch.object(group, "begin", together))
 
         def count_bytes(exchange: Any) -> None:
             original = exchange._all_to_all
@@ -115,7 +115,8 @@ def instrumented(engine: Any, recorder: Recorder) -> Iterator[None]:
         time_as("norm", zero.guard, "measure")
         time_as("momentum", zero.optimizer, "advance_momentum_")
         for group in zero.muon_groups:
-            time_as("write", group, "orthogonalize_")
+            for method in ("begin", "run", "finish"):
+                time_as("write", group, method)
             begin_together(group)
             time_as("newton_schulz", group, "_orthogonalize")
             time_as("exchange", group.exchange, "gather")

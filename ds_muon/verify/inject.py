@@ -21,6 +21,7 @@ from torch import Tensor
 from ds_muon.exchange import Transfer
 from ds_muon.orthogonalize import orthogonalize
 from ds_muon.partition import GroupPlan, Matrix, Slice
+from ds_muon.stage import MuonGroup
 from ds_muon.update import advance_row_variance, update_scale
 from ds_muon.verify import diagnose
 from ds_muon.verify.engine_view import CannotVerify
@@ -137,35 +138,33 @@ def _slice(zero: Any, replace: _Replace) -> None:
     """Every holder of a straddling matrix orthogonalizes its own slice, zeros in place of the rest."""
     _a_straddling_matrix(zero)
 
-    def orthogonalize_slices(
-        plan: GroupPlan, original: Callable[..., None], partition: Tensor, variance: Tensor | None, *args: Any
-    ) -> None:
-        held = [(matrix, piece) for matrix, piece in plan.held(_rank(zero)) if matrix.straddles]
-        slices = [_piece(partition, piece).clone() for _, piece in held]
-        original(partition, variance, *args)
-        group = zero.muon_groups[zero.plan.groups.index(plan)]
-        for (matrix, piece), of_slice in zip(held, slices, strict=True):
+    def orthogonalize_slices(group: MuonGroup, plan: GroupPlan, begun: _Begun) -> None:
+        partition, variance = begun.partition, begun.variance
+        for matrix, piece in plan.held(_rank(zero)):
+            if not matrix.straddles:
+                continue
             alone = partition.new_zeros(matrix.rows * matrix.cols)
-            alone[piece.start : piece.start + piece.numel] = of_slice
+            alone[piece.start : piece.start + piece.numel] = _piece(begun.u, piece)
             (output,) = orthogonalize([alone.view(matrix.rows, matrix.cols)], zero.newton_schulz)
-            if variance is not None:
+            if group.row_variance is not None and variance is not None:
                 before, beta2 = group.row_variance.of(variance, matrix.name), zero.optimizer.config.beta2
                 output = output * advance_row_variance(output[None], before[None], beta2=beta2)[1][0]
             scale = update_scale(zero.optimizer.config.adjust_lr_fn, matrix.rows, matrix.cols)
             own = output.reshape(-1)[piece.start : piece.start + piece.numel]
             _piece(partition, piece).copy_(own).mul_(scale)
 
-    _replace_stage(zero, replace, orthogonalize_slices)
+    _spoil_updates(zero, replace, orthogonalize_slices)
 
 
 def _orthogonalized_twice(zero: Any, replace: _Replace) -> None:
     """Newton-Schulz runs on the result of Newton-Schulz, as when two layers of code each do it."""
 
-    def orthogonalize_twice(plan: GroupPlan, original: Callable[..., None], *args: Any) -> None:
-        original(*args)
-        original(*args)
+    def orthogonalize_twice(group: MuonGroup, plan: GroupPlan, begun: _Begun) -> None:
+        MuonGroup.begin(group, begun.partition, begun.variance, zero.newton_schulz)
+        MuonGroup.run(group)
+        MuonGroup.finish(group)
 
-    _replace_stage(zero, replace, orthogonalize_twice)
+    _spoil_updates(zero, replace, orthogonalize_twice)
 
 
 def _transposed(zero: Any, replace: _Replace) -> None:
@@ -177,14 +176,13 @@ def _transposed(zero: Any, replace: _Replace) -> None:
     if not any(is_tall(matrix) for matrix in zero.plan.matrices):
         raise CannotVerify("no tall matrix lies whole on one rank")
 
-    def transpose(plan: GroupPlan, original: Callable[..., None], partition: Tensor, *args: Any) -> None:
-        original(partition, *args)
+    def transpose(group: MuonGroup, plan: GroupPlan, begun: _Begun) -> None:
         for matrix, piece in plan.held(_rank(zero)):
             if is_tall(matrix):
-                stored = _piece(partition, piece)
+                stored = _piece(begun.partition, piece)
                 stored.copy_(stored.view(matrix.rows, matrix.cols).mT.reshape(-1))
 
-    _replace_stage(zero, replace, transpose)
+    _spoil_updates(zero, replace, transpose)
 
 
 def _padding(zero: Any, replace: _Replace) -> None:
@@ -297,10 +295,33 @@ def _of_muon(zero: Any, tensors: list[Tensor]) -> list[Tensor]:
     return [tensor for group, tensor in zip(zero.param_groups, tensors, strict=True) if group["use_muon"]]
 
 
-def _replace_stage(zero: Any, replace: _Replace, new: Callable[..., None]) -> None:
-    """Replace ``orthogonalize_`` of every Muon group; ``new`` is given the group's plan as well."""
+@dataclass(frozen=True)
+class _Begun:
+    """What a Muon group has been given: its partition, to be overwritten, NorMuon's variance, and a copy of U."""
+
+    partition: Tensor
+    variance: Tensor | None
+    u: Tensor
+
+
+def _spoil_updates(zero: Any, replace: _Replace, spoil: Callable[[MuonGroup, GroupPlan, _Begun], None]) -> None:
+    """Have ``spoil`` change what each Muon group has made of its partition."""
     for plan, group in zip(zero.plan.groups, zero.muon_groups, strict=True):
-        replace("orthogonalize_", partial(new, plan), group)
+        begun: list[_Begun] = []
+        replace("begin", partial(_note_and_begin, begun), group)
+        replace("finish", partial(_finish_and_spoil, begun, partial(spoil, group, plan)), group)
+
+
+def _note_and_begin(
+    begun: list[_Begun], original: Callable[..., None], partition: Tensor, variance: Tensor | None, *args: Any
+) -> None:
+    begun.append(_Begun(partition, variance, partition.clone()))
+    original(partition, variance, *args)
+
+
+def _finish_and_spoil(begun: list[_Begun], spoil: Callable[[_Begun], None], original: Callable[[], None]) -> None:
+    original()
+    spoil(begun.pop())
 
 
 def _piece(partition: Tensor, piece: Slice) -> Tensor:

@@ -463,7 +463,7 @@ def test_an_engine_is_instrumented_for_as_long_as_it_is_asked_for(clock: SimpleN
             return args
 
     exchange = Has("gather", "scatter", "_all_to_all")
-    group = Has("orthogonalize_", "_orthogonalize", exchange=exchange)
+    group = Has("begin", "run", "finish", "_orthogonalize", exchange=exchange)
     zero = Has(
         *("_take_gradient", "_clip_adamw_", "_commit", "update_lp_params"),
         guard=Has("measure", "wait_for_findings"),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -13,6 +16,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from ds_muon import exchange as exchange_module
 from ds_muon import flat_layout, make_plan
 from ds_muon.exchange import Exchange
 from ds_muon.partition import GroupPlan
@@ -164,6 +168,40 @@ def exchange_twice(shapes: list[Shape]) -> None:
 
 def test_a_later_exchange_leaves_the_results_of_an_earlier_one_alone() -> None:
     run_ranks(2, exchange_twice, CASES["many_shapes"])
+
+
+def test_what_is_sent_stays_alive_until_it_has_been_waited_for() -> None:
+    plan = group_plan([(6, 14), (7, 9)], 2)
+    sent: list[weakref.ref[Tensor]] = []
+    waits: list[bool] = []
+
+    class Work:
+        def wait(self) -> None:
+            waits.append(sent[-1]() is not None)
+
+    def noted(*args: Any, **kwargs: Any) -> Tensor:
+        packed = pack(*args, **kwargs)
+        sent.append(weakref.ref(packed))
+        return packed
+
+    pack = exchange_module._pack
+    for rank in (0, 1):  # the owner, which returns slices, and the other holder, which sends them
+        exchange, partition = Exchange(plan, rank, None), torch.zeros(plan.partition_size)
+        with (
+            mock.patch.object(exchange_module, "_pack", noted),
+            mock.patch.object(dist, "all_to_all_single", lambda *args, **kwargs: Work()),
+        ):
+            results = [torch.zeros(matrix.rows, matrix.cols) for matrix in exchange.owned]
+            both_ways = (
+                partial(exchange.gather, partition),
+                partial(exchange.scatter, results, partition, torch.float32),
+            )
+            for start in both_ways:
+                transfer = start()
+                transfer.wait()
+                gc.collect()
+                assert sent[-1]() is None
+    assert waits == [True] * 4
 
 
 def scatter_too_few() -> str:

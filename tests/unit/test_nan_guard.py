@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from ds_muon.guard import NonFiniteUpdate, SkippedSteps
 from tests.unit.faulty import faulty_backend, sick
 from tests.unit.models import PrescribedGradients, ds_config, full_weights, start, train_step
-from tests.unit.ranks import RankFailure, run_ranks
+from tests.unit.ranks import DEVICE, RankFailure, run_ranks
 from tests.unit.test_step import assert_equal, exact_gradients
 
 pytestmark = pytest.mark.ranks
@@ -206,6 +206,37 @@ def collectives(config: dict[str, Any]) -> tuple[int, list[str]]:
 def test_the_host_waits_once_a_step(params: dict[str, Any], reductions: int, threshold: float | None) -> None:
     config = ds_config({**params, "grad_norm_skip_threshold": threshold}, gradient_clipping=0.1)
     assert run_ranks(2, collectives, config) == [(reductions, ["tolist"])] * 2
+
+
+def is_queued_behind(config: dict[str, Any]) -> bool:
+    """Whether the commit is launched while what runs in Newton-Schulz's place is not done."""
+    engine = engine_of(config)
+    train_step(engine, exact_gradients(SHAPES, 0, engine.device))
+    engine.backward(engine(exact_gradients(SHAPES, 1, engine.device)))
+    zero = engine.optimizer
+    run, commit = zero.muon_groups[-1].run, zero._commit
+    behind: list[bool] = []
+
+    def long_run() -> None:
+        run()
+        torch.cuda._sleep(2_000_000_000)  # cycles: about a second
+        done.record()
+
+    def looked(gradients: list[Tensor]) -> None:
+        behind.append(not done.query())
+        commit(gradients)
+
+    done = torch.cuda.Event()
+    with mock.patch.object(zero.muon_groups[-1], "run", long_run), mock.patch.object(zero, "_commit", looked):
+        zero.step()
+    torch.cuda.synchronize()
+    return behind == [True]
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="a CPU has no queue")
+@pytest.mark.parametrize(("nan_guard", "behind"), [("off", True), ("skip", False)])
+def test_without_a_guard_the_host_does_not_wait_for_newton_schulz(nan_guard: str, behind: bool) -> None:
+    assert run_ranks(2, is_queued_behind, ds_config({"nan_guard": nan_guard})) == [behind] * 2
 
 
 def spoiled_momentum(config: dict[str, Any]) -> list[str]:

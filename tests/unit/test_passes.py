@@ -315,6 +315,18 @@ def test_a_gpu_has_kernels_and_none_of_them_fails() -> None:
     assert not passes._FAILED
 
 
+@needs_gpu
+def test_a_capture_of_the_caller_takes_torch_and_blames_no_kernel() -> None:
+    outputs, target = stored(1, 10, 50, torch.float16, "dense"), numbers(500).view(10, 50)
+    passes.store_updates(outputs, [target], scale=2.0)
+    expected = target.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        passes.store_updates(outputs, [target.zero_()], scale=2.0)
+    graph.replay()
+    assert torch.equal(target, expected) and not passes._FAILED
+
+
 @pytest.mark.parametrize("variant", ["muon", "normuon"])
 @pytest.mark.parametrize("shape", [(17, 40), (40, 17), (16, 16)])
 def test_muon_update_has_the_same_bits_with_kernels(
