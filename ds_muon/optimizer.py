@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from ds_muon.config import DSMuonConfig
+from ds_muon.param_groups import GROUP_KEYS
 from ds_muon.passes import advance_momentum_, apply_update_
 from ds_muon.routing import Routing
 
@@ -67,9 +68,14 @@ class DSMuon(Optimizer):
                     }
         if self.adamw_groups:
             self._adamw = _adamw_of(self.adamw_groups)
+            self._set_implementation()
+
+    def _set_implementation(self) -> None:
+        """Give AdamW's groups what torch's AdamW reads of them beside DSMuon's own settings."""
+        if self._adamw is not None:
+            others = {key: value for key, value in self._adamw.defaults.items() if key not in GROUP_KEYS}
             for group in self.adamw_groups:
-                for key, value in self._adamw.defaults.items():
-                    group.setdefault(key, value)
+                group.update(others)
 
     def momentum_buffer(self, group_index: int) -> Tensor:
         """The momentum of a Muon group: (partition_size,)."""
@@ -130,13 +136,19 @@ class DSMuon(Optimizer):
             for key, tensor in tensors.items():
                 tensor.copy_(self.state[p][key])
             self.state[p] = tensors
+        # The checkpoint may be of another device, or of a torch whose AdamW reads other keys.
+        self._set_implementation()
 
     def state_error(self, state_dict: dict[str, Any]) -> ValueError | None:
         """Why ``state_dict`` does not fit this optimizer; None if it does."""
         ours = [(group, self.state[p]) for group in self.param_groups for p in group["params"]]
-        state = state_dict["state"]
-        saved = [(group, state.get(key, {})) for group in state_dict["param_groups"] for key in group["params"]]
-        difference = next(_differences(saved, ours), None)
+        try:
+            state, groups = state_dict["state"], state_dict["param_groups"]
+        except (KeyError, TypeError):
+            difference: str | None = "it is not the state of a torch optimizer, as elastic_checkpoint saves it"
+        else:
+            saved = [(group, state.get(key, {})) for group in groups for key in group["params"]]
+            difference = next(_differences(saved, ours), None)
         if difference is None:
             return None
         return ValueError(
@@ -159,16 +171,20 @@ def _differences(saved: _Saved, ours: _Saved) -> Iterator[str]:
             shapes = [tuple(getattr(state[key], "shape", ())) for state in (theirs, mine)]
             if shapes[0] != shapes[1]:
                 yield f"its {key} has the shape {shapes[0]}, this optimizer's {shapes[1]}"
-        for key in ("momentum", "nesterov"):
+        for key in ("use_muon", "momentum", "nesterov"):
             if key in group and key not in saved_group:
                 yield f"its param groups have no {key!r}"
+        if saved_group.get("use_muon") != group["use_muon"]:
+            yield "a group of matrices was AdamW's, or the other way round"
 
 
 def _adamw_of(groups: list[dict[str, Any]]) -> torch.optim.AdamW:
-    try:
-        return torch.optim.AdamW(groups, fused=True)
-    except RuntimeError:
-        # torch has no fused AdamW for this device.
-        for group in groups:
-            group.pop("fused", None)
-        return torch.optim.AdamW(groups)
+    # On a CPU the fused one rounds the head and the tail of a tensor otherwise: weights would depend on the partition.
+    if all(p.device.type != "cpu" for group in groups for p in group["params"]):
+        try:
+            return torch.optim.AdamW(groups, fused=True)
+        except RuntimeError:
+            # torch has no fused AdamW for this device.
+            for group in groups:
+                group.pop("fused", None)
+    return torch.optim.AdamW(groups)

@@ -148,6 +148,11 @@ def _own_settings(group: Mapping[str, Any], index: int) -> tuple[dict[str, Any],
             f"param group {index} has {switches[0]} = {carried[switches[0]]!r}, "
             "which would change its AdamW half only; remove the key"
         )
+    if not carried.get("decoupled_weight_decay", True):
+        raise RoutingError(
+            f"param group {index} has decoupled_weight_decay = False, which makes its AdamW half Adam with an L2 "
+            "penalty; remove the key"
+        )
     for key in carried:
         if near := difflib.get_close_matches(key, GROUP_KEYS, n=1, cutoff=0.8):
             raise RoutingError(f"param group {index} has {key} = {carried[key]!r}; did you mean {near[0]!r}?")

@@ -62,7 +62,7 @@ def advance_row_variance(orthogonal: Tensor, row_variance: Tensor, *, beta2: flo
     # One matrix at a time: in a batch, the order of summation might be another.
     norms = [torch.linalg.vector_norm(matrix, dim=-1, dtype=torch.float32) for matrix in orthogonal]
     squares = torch.stack(norms).to(torch.float64).square_()
-    advanced = (row_variance.to(torch.float64) * beta2).add_(squares / cols, alpha=1 - beta2).to(torch.float32)
+    advanced = (row_variance.to(torch.float64) * beta2).add_(squares / max(cols, 1), alpha=1 - beta2).to(torch.float32)
     root = advanced.to(torch.float64).sqrt_().add_(ROW_EPS)
     norm = (squares / root.square()).sum(dim=-1, keepdim=True).sqrt_()
     # What is not finite stays so: it must not pass for a zero.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,37 @@ def save_deepspeeds_muon_then_load(folder: str) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_checkpoint_of_deepspeeds_muon_is_refused_but_for_its_weights(tmp_path: Path, world_size: int) -> None:
     run_ranks(world_size, save_deepspeeds_muon_then_load, str(tmp_path))
+
+
+def load_other_states() -> None:
+    """State dicts as other optimizers, and other versions of torch, save them."""
+    shapes = [(8, 6), (5,)]
+    engine = start(PrescribedGradients(shapes), ds_config())
+    train_step(engine, exact_gradients(shapes, 0, engine.device))
+    optimizer = engine.optimizer.optimizer
+    before = deepcopy(optimizer.state_dict())
+
+    older = deepcopy(before)
+    for group in older["param_groups"]:
+        if not group["use_muon"]:
+            group.pop("decoupled_weight_decay", None)
+            group["fused"] = not group.get("fused")
+    optimizer.load_state_dict(older)
+    assert_same(optimizer.state_dict(), before)
+    train_step(engine, exact_gradients(shapes, 1, engine.device))
+
+    of_sgd, of_adamw = deepcopy(before), deepcopy(before)
+    for group in of_sgd["param_groups"]:
+        del group["use_muon"]
+    for group in of_adamw["param_groups"]:
+        group["use_muon"] = False
+    for other in (of_sgd, of_adamw, [before["state"][0]], {"state": {}}):
+        error = optimizer.state_error(other)
+        assert isinstance(error, ValueError) and "saved by another optimizer" in str(error)
+
+
+def test_state_of_an_older_torch_loads_and_that_of_other_optimizers_is_refused() -> None:
+    run_ranks(1, load_other_states)
 
 
 def test_a_checkpoint_of_the_same_routing_loads(tmp_path: Path) -> None:

@@ -271,6 +271,13 @@ def test_a_switch_of_adamw_alone_is_refused_in_a_group(key):
     split(model, [{"params": list(model.parameters()), key: False}])
 
 
+def test_adam_with_an_l2_penalty_is_refused_in_a_group():
+    model = GPT()
+    with pytest.raises(RoutingError, match="param group 0 has decoupled_weight_decay = False"):
+        split(model, [{"params": list(model.parameters()), "decoupled_weight_decay": False}])
+    split(model, [{"params": list(model.parameters()), "decoupled_weight_decay": True}])
+
+
 def test_a_misspelt_setting_in_a_group_names_the_near_one():
     model = GPT()
     with pytest.raises(RoutingError, match=r"weigth_decay = 0\.1; did you mean 'weight_decay'"):

@@ -42,6 +42,14 @@ def train(
     return weights
 
 
+def test_adamw_weights_do_not_depend_on_the_world_size() -> None:
+    # Cut in three, 40 elements end in the middle of a vector register.
+    config = ds_config({"adam_lr": 3e-3})
+    one, two, three = (run_ranks(world_size, train, [(16, 16), (40,)], config, 12)[0] for world_size in (1, 2, 3))
+    assert_equal(one, two)
+    assert_equal(one, three)
+
+
 def muon_names(shapes: list[tuple[int, ...]]) -> list[str]:
     return [f"p{i}" for i, shape in enumerate(shapes) if len(shape) == 2 and min(shape) > 1]
 
