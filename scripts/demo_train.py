@@ -222,8 +222,9 @@ def check_summary(records: list[UpdateRecord]) -> dict[str, Any] | None:
     return summary
 
 
-def smooth(values: list[float], span: int) -> list[float]:
-    """Mean of each value and up to `span - 1` before it."""
+def smooth(values: list[float]) -> list[float]:
+    """Mean of each value and those before it, a fortieth of all in number."""
+    span = max(1, len(values) // 40)
     return [statistics.fmean(values[max(0, i + 1 - span) : i + 1]) for i in range(len(values))]
 
 
@@ -238,7 +239,7 @@ def draw(logs: list[dict[str, Any]], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(9, 5.5))
     for log in logs:
         colour = COLOURS[log["optimizer"]]
-        train_loss = smooth(log["train_loss"], max(1, len(log["train_loss"]) // 40))
+        train_loss = smooth(log["train_loss"])
         final = log["validation_loss"][-1][1]
         axes.plot(
             range(1, len(train_loss) + 1),
@@ -288,7 +289,7 @@ def report(out: Path, names: list[str]) -> int:
     print(f"{logs[0]['world_size']} ranks on {logs[0]['device']}; losses in nats per byte\n")
     print(f"{'':8}{'training':>10}{'held out':>10}{'tokens/s':>12}{'ms/step':>10}")
     for log in logs:
-        train_loss = smooth(log["train_loss"], 20)[-1]
+        train_loss = smooth(log["train_loss"])[-1]
         print(f"{log['optimizer']:8}{train_loss:10.3f}{log['validation_loss'][-1][1]:10.3f}", end="")
         print(f"{log['tokens_per_second']:12,.0f}{log['ms_per_step']:10.1f}")
 

@@ -6,7 +6,7 @@ import copy
 import gc
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,13 @@ def run(task: Task) -> list[Outcome]:
     Raises:
         CannotVerify: the engine cannot be checked, or made no step, or cannot show the one fault that was asked for.
     """
+    # Torch compiles DeepSpeed's Muon, on a CPU for minutes and to no use.
+    eager = str(task.config["optimizer"]["type"]).lower() == "muon" and get_accelerator().device_name() == "cpu"
+    with torch.compiler.set_stance("force_eager") if eager else nullcontext():
+        return _run(task)
+
+
+def _run(task: Task) -> list[Outcome]:
     if task.inject != ALL_FAULTS:
         return [_train(task, task.inject)]
     outcomes: list[Outcome] = []
