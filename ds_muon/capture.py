@@ -24,7 +24,7 @@ import torch
 from deepspeed.utils import logger
 from torch import Tensor
 
-from ds_muon.orthogonalize import NewtonSchulz
+from ds_muon.orthogonalize import NewtonSchulz, schedule
 
 # Of the file's content; raised when it changes.
 FORMAT = 1
@@ -215,7 +215,7 @@ def read_capture(path: Path) -> Capture:
         raise CaptureError(f"{path} has format {found!s:.20}; this version reads format {FORMAT}")
     try:
         return _checked(content)
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise CaptureError(f"{path} is a damaged capture: {error!r}") from None
 
 
@@ -225,8 +225,9 @@ def _checked(content: dict[str, Any]) -> Capture:
     settings["dtype"] = _DTYPES[settings["dtype"]]
     settings["triples"] = tuple((float(a), float(b), float(c)) for a, b, c in settings["triples"])
     settings["eps"] = float(settings["eps"])
-    if not settings["triples"] or settings["method"] not in ("gram", "standard"):
-        raise ValueError(f"there is no iteration of method {settings['method']!r}, coefficients {settings['triples']}")
+    schedule(settings["triples"], len(settings["triples"]))
+    if settings["method"] not in ("gram", "standard") or not 0 <= settings["eps"] < 1:
+        raise ValueError(f"there is no iteration of method {settings['method']!r}, eps {settings['eps']}")
     matrix, output = content["input"], content["output"]
     for tensor in (matrix, output):
         if tensor.ndim != 2 or tensor.layout != torch.strided or tensor.device.type != "cpu" or not tensor.numel():

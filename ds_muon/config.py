@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import sys
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -17,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from ds_muon.orthogonalize import COEFFICIENTS, NewtonSchulz
+from ds_muon.orthogonalize.coefficients import LARGEST
 
 # A learning rate above this is meant for orthogonalized updates, not for AdamW.
 ADAM_LR_WARNING = 5e-3
@@ -223,8 +223,8 @@ class DSMuonConfig(BaseModel):
 
 
 def _is_finite_number(value: Any) -> bool:
-    # math.isfinite raises on an integer beyond the range of a float; NaN compares false.
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    # As fp32, in which they are used. NaN compares false.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
 def _problem(text: str) -> PydanticCustomError:

@@ -6,9 +6,10 @@ One step applies the odd polynomial ``p(x) = a x + b x^3 + c x^5`` to every sing
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
 
 Triple = tuple[float, float, float]
 
@@ -67,6 +68,10 @@ COEFFICIENTS: dict[str, CoefficientTable] = {
 }
 
 
+# Magnitude of a coefficient: kernels take them in fp32.
+LARGEST = torch.finfo(torch.float32).max
+
+
 def schedule(coefficients: str | Sequence[Sequence[float]], steps: int) -> tuple[Triple, ...]:
     """The triple of each of ``steps`` steps.
 
@@ -75,8 +80,8 @@ def schedule(coefficients: str | Sequence[Sequence[float]], steps: int) -> tuple
         steps: number of polynomial steps, at least 1.
 
     Raises:
-        ValueError: an unknown name, an empty list, an entry that is not a triple of finite numbers, or ``steps`` below
-            1.
+        ValueError: an unknown name, an empty list, an entry that is not a triple of finite fp32 numbers, or ``steps``
+            below 1.
     """
     if steps < 1:
         raise ValueError(f"ns_steps = {steps}: at least one Newton-Schulz step is needed")
@@ -91,7 +96,7 @@ def schedule(coefficients: str | Sequence[Sequence[float]], steps: int) -> tuple
             table = tuple((float(a), float(b), float(c)) for a, b, c in coefficients)
         except (OverflowError, TypeError, ValueError):
             table = ()
-        if not table or not all(math.isfinite(number) for triple in table for number in triple):
+        if not table or not all(abs(number) <= LARGEST for triple in table for number in triple):
             raise ValueError(
                 f"ns_coefficients = {coefficients!r}: give a non-empty list of triples [a, b, c] of finite numbers"
             )

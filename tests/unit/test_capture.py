@@ -216,6 +216,11 @@ def test_a_damaged_or_foreign_file_is_a_clear_error(tmp_path: Path, content: Any
         {"dtype": "nn"},
         {"method": "none"},
         {"eps": "small"},
+        {"eps": float("nan")},
+        {"eps": 2.0},
+        {"triples": [[1.5, float("nan"), 0.0]]},
+        {"triples": [[1e39, -4.0, 2.0]]},
+        {"rank": float("inf")},
     ],
 )
 def test_a_file_with_one_wrong_part_is_a_clear_error(

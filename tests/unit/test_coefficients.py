@@ -97,7 +97,7 @@ def test_an_unknown_table_is_refused_with_the_names_to_choose_from() -> None:
 @pytest.mark.parametrize(
     "coefficients",
     [[], (), [[1.0, 2.0]], [[1.0, 2.0, 3.0, 4.0]], [3.4445, -4.7750, 2.0315], [[1.5, -0.5, 0.0], 3.0], ["abc"]]
-    + [[[1.5, bad, 0.0]] for bad in (float("nan"), float("-inf"), 10**400)],
+    + [[[1.5, bad, 0.0]] for bad in (float("nan"), float("-inf"), 10**400, 1e39)],
     ids=lambda coefficients: f"{coefficients!r:.40}",
 )
 def test_anything_but_triples_of_finite_numbers_is_refused(coefficients: Any) -> None:

@@ -90,6 +90,12 @@ def test_a_result_out_of_range_shows_in_every_factor(value: float) -> None:
     assert not factors.isfinite().any()
 
 
+def test_the_variance_of_rows_without_elements_falls() -> None:
+    variance = torch.ones(4)
+    assert muon_update(torch.zeros(4, 0), torch.zeros(4, 0), row_variance=variance, beta2=0.5).shape == (4, 0)
+    assert torch.equal(variance, torch.full((4,), 0.5))
+
+
 def test_without_a_variance_the_update_is_muons() -> None:
     plain, normuon = (muon_update(gaussian(6, 9), torch.zeros(6, 9), row_variance=v) for v in (None, torch.zeros(6)))
     assert torch.equal(plain, muon_update(gaussian(6, 9), torch.zeros(6, 9)))
