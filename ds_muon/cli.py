@@ -383,7 +383,10 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _rate(text: str) -> float:
-    number = float(text)
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"{text}: it must be a number above 0")
     return number
@@ -397,10 +400,9 @@ def _shape(text: str) -> tuple[int, int, int]:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text}: it must be at least 1")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: it must be a whole number, at least 1")
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -148,3 +148,20 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
 def test_asking_whether_a_file_can_be_written_leaves_it_alone(files: Path) -> None:
     assert cli._writable(str(files / "file")).read_text() == "kept"
     assert not cli._writable(str(files / "new" / "n.json")).exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--rounds", "1.5"], "argument --rounds: 1.5: it must be a whole number, at least 1"),
+        (["--rounds", "0"], "argument --rounds: 0: it must be a whole number, at least 1"),
+        (["--shapes", "axbxc"], "argument --shapes: a: it must be a whole number, at least 1"),
+        (["--shapes", "4x4"], "argument --shapes: 4x4: give batch x rows x cols"),
+    ],
+)
+def test_what_is_no_number_is_refused_in_words(
+    arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "newton-schulz", *arguments])
+    assert problem in capsys.readouterr().err
