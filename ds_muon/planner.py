@@ -14,6 +14,10 @@ Times are those of a model, no measurement: of a rank, its operations at the rat
 that it sends and receives at the rate of its link; of a step, those of the rank that takes longest, and 0.1 ms if
 anything is exchanged. The owners are the engine's, which it chooses by that model at 500 TFLOP/s and 100 GB/s; a step
 must be 2 % faster for an owner that holds nothing.
+
+Memory is what a rank has allocated at the same time inside a step, beside its gradients, which AdamW's step needs as
+well (`step_memory`): for what travels, and with the batch that Newton-Schulz works in. Beside it stands what Muon saves
+between steps, one of AdamW's two moments. Where the former is more, the peak of a step is above that of AdamW's.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from ds_muon.orthogonalize import NewtonSchulz
 from ds_muon.owners import RATES, Rates
 from ds_muon.param_order import fastest_order
 from ds_muon.partition import flat_layout, make_plan
+from ds_muon.step_memory import parts, step_memory
 
 Shapes = list[tuple[str, tuple[int, int]]]
 
@@ -86,6 +91,10 @@ class StepCost:
         rates: at which times are.
         seconds: of a step by the model; ours.
         seconds_by_holders: the same, if owners are holders.
+        backend: of Newton-Schulz, for the two numbers that follow.
+        exchange_memory: bytes that the rank with most has allocated at one time in a step for what travels; ours.
+        step_memory: the same, with the batch that Newton-Schulz works on.
+        saved_memory: bytes that a rank needs less than with AdamW, between steps: one of two fp32 moments.
     """
 
     world_size: int
@@ -104,6 +113,10 @@ class StepCost:
     rates: Rates
     seconds: float
     seconds_by_holders: float
+    backend: str
+    exchange_memory: int
+    step_memory: int
+    saved_memory: int
 
     @property
     def balance(self) -> float:
@@ -154,6 +167,7 @@ def step_cost(
     for matrix in group.matrices:
         for piece in matrix.slices:
             each_holder[piece.rank] += settings.cost(matrix.rows, matrix.cols)
+    memory = [step_memory(part, settings, normuon=normuon) for part in set(parts(group))]
     return StepCost(
         world_size=world_size,
         param_order=param_order,
@@ -171,6 +185,10 @@ def step_cost(
         rates=rates,
         seconds=plan.seconds(rates, element_bytes=size),
         seconds_by_holders=by_holders.seconds(rates, element_bytes=size),
+        backend=settings.backend,
+        exchange_memory=max(of_rank.exchange for of_rank in memory),
+        step_memory=max(of_rank.peak for of_rank in memory),
+        saved_memory=torch.float32.itemsize * group.partition_size,
     )
 
 
@@ -180,7 +198,7 @@ def default_settings() -> NewtonSchulz:
 
 
 def table(costs: Sequence[StepCost]) -> str:
-    """One line per world size."""
+    """One line per world size: what travels and how long a step takes; and below, what it takes of memory."""
     lines = [
         f"{'exchanged, MB:':>41}{'most loaded/mean:':>29}{'step, model, ms:':>31}{'each holder:':>27}",
         f"{'ranks':>6}{'straddling':>12}{'moved':>7}{'by all':>16}{'busiest':>9}{'ours':>20}{'by holders':>12}"
@@ -192,5 +210,14 @@ def table(costs: Sequence[StepCost]) -> str:
             f"{cost.busiest_bytes / 1e6:>9.1f}{cost.balance:>20.2f}{cost.balance_by_holders:>12.2f}"
             f"{1e3 * cost.seconds:>19.2f}{1e3 * cost.seconds_by_holders:>12.2f}"
             f"{cost.runs_each_holder:>15}{cost.over_ours:>11.2f}"
+        )
+    lines += [
+        f"\n{'memory, MB, inside the step:':>41}{'saved between steps:':>29}",
+        f"{'ranks':>6}{'exchange':>19}{'and a batch':>16}{'(one fp32 moment)':>29}",
+    ]
+    for cost in costs:
+        lines.append(
+            f"{cost.world_size:>6}{cost.exchange_memory / 1e6:>19.0f}{cost.step_memory / 1e6:>16.0f}"
+            f"{cost.saved_memory / 1e6:>29.1f}"
         )
     return "\n".join(lines)

@@ -86,12 +86,14 @@ def test_the_table_has_times_at_the_given_rates() -> None:
         step_cost(MODELS["gpt-1.2b"](), 64, SETTINGS), seconds=0, seconds_by_holders=0
     )
     assert cost.seconds >= max(cost.busiest_flops / 100e12, cost.busiest_bytes / 10e9)
-    line = table([cost]).splitlines()[-1].split()
+    line, memory = (block.splitlines()[-1].split() for block in table([cost]).split("\n\n"))
     assert [int(text) for text in line[:3]] == [64, cost.straddling, cost.moved]
     assert [float(text) for text in line[5:7]] == pytest.approx([cost.balance, cost.balance_by_holders], abs=0.01)
     assert [float(text) for text in line[7:9]] == pytest.approx(
         [1e3 * cost.seconds, 1e3 * cost.seconds_by_holders], abs=0.01
     )
+    shown = [cost.exchange_memory, cost.step_memory, cost.saved_memory]
+    assert [1e6 * float(text) for text in memory] == [64e6, *(pytest.approx(number, abs=5e5) for number in shown)]
 
 
 @pytest.mark.parametrize(("model", "world_size"), [("gpt-1.2b", 64), ("llama-3-8b", 100), ("llama-3-70b", 256)])
@@ -108,6 +110,16 @@ def test_nothing_moves_where_ranks_are_even_or_one_matrix_is_the_most(model: str
     cost = step_cost(MODELS[model](), world_size, SETTINGS)
     assert cost.moved == 0 and cost.seconds == cost.seconds_by_holders
     assert cost.moved_bytes == cost.moved_bytes_by_holders and cost.balance == cost.balance_by_holders
+
+
+@pytest.mark.parametrize("model", ["gpt-1.2b", "llama-3-8b", "llama-3-70b"])
+def test_memory_is_that_of_the_rank_that_needs_most(model: str) -> None:
+    elements = sum(rows * cols for _, (rows, cols) in MODELS[model]())
+    for world_size in (1, 8, 100, 4096):
+        cost = step_cost(MODELS[model](), world_size, SETTINGS)
+        assert 4 * elements <= cost.saved_memory * world_size < 4 * (elements + 2 * world_size)
+        assert cost.exchange_memory < cost.step_memory
+        assert (cost.exchange_memory > 0) == (cost.moved_bytes > 0)
 
 
 def free_plan(model: str, world_size: int) -> Plan:
