@@ -1,14 +1,15 @@
 """What Muon's step costs at world sizes that are not at hand: ``ds-muon plan``. Pure functions of shapes; no ranks.
 
 The matrices of a model lie in one flat buffer, in the model's order or another `param_order`, as ZeRO lays them out.
-Three schemes are compared:
+These schemes are compared:
 
     ours         a matrix is orthogonalized once, by its owner: one of its holders, or a rank that holds nothing of it
                  where a step is faster for it
     by holders   the same, if owners are always holders: only what straddles a boundary travels
+    if free      the same, if moving cost nothing: no engine does this, it shows how even ranks could be
     each holder  every rank that holds a piece of a matrix orthogonalizes all of it, as DeepSpeed's own Muon does
 
-The last needs the whole averaged gradient on every holder, which `reduce_scatter: false` leaves there.
+For the last, every holder needs the whole averaged gradient, which `reduce_scatter: false` leaves there.
 
 Times are those of a model, no measurement: of a rank, its operations at the rate of the iteration, and then the bytes
 that it sends and receives at the rate of its link; of a step, those of the rank that takes longest, and 0.1 ms if
@@ -35,6 +36,9 @@ from ds_muon.owners import RATES, Rates
 from ds_muon.param_order import fastest_order
 from ds_muon.partition import flat_layout, make_plan
 from ds_muon.step_memory import parts, step_memory
+
+FREE = Rates(bytes_per_second=math.inf, exchange_seconds=0.0, least_gain=0.0)
+"""As if moving cost nothing: ranks are as even as the matrices allow."""
 
 Shapes = list[tuple[str, tuple[int, int]]]
 
@@ -86,6 +90,7 @@ class StepCost:
         runs_each_holder: matrices orthogonalized, over all ranks, if each holder does it; ours are ``matrices``.
         flops: operations of the iteration, each matrix once.
         busiest_flops: of the most loaded rank; ours.
+        busiest_flops_if_free: of the most loaded rank, if moving cost nothing.
         busiest_flops_by_holders: of the most loaded rank, if owners are holders.
         busiest_flops_each_holder: of the most loaded rank, if each holder does it.
         rates: at which times are.
@@ -108,6 +113,7 @@ class StepCost:
     runs_each_holder: int
     flops: float
     busiest_flops: float
+    busiest_flops_if_free: float
     busiest_flops_by_holders: float
     busiest_flops_each_holder: float
     rates: Rates
@@ -122,6 +128,11 @@ class StepCost:
     def balance(self) -> float:
         """Work of the most loaded rank over the mean; ours."""
         return self.busiest_flops * self.world_size / self.flops
+
+    @property
+    def balance_if_free(self) -> float:
+        """Work of the most loaded rank over the mean, if moving cost nothing."""
+        return self.busiest_flops_if_free * self.world_size / self.flops
 
     @property
     def balance_by_holders(self) -> float:
@@ -158,9 +169,9 @@ def step_cost(
         shapes = [shapes[i] for i in order]
     layout = flat_layout([math.prod(shape) for _, shape in shapes], world_size)
     size = element_bytes(settings, normuon=normuon)
-    plan, by_holders = (
+    plan, if_free, by_holders = (
         make_plan([shapes], [layout], world_size, settings.cost, rates=chosen_by, element_bytes=size)
-        for chosen_by in (RATES, None)
+        for chosen_by in (RATES, FREE, None)
     )
     (group,) = plan.groups
     each_holder = [0.0] * world_size
@@ -180,6 +191,7 @@ def step_cost(
         runs_each_holder=sum(len(matrix.slices) for matrix in group.matrices),
         flops=sum(settings.cost(*shape) for _, shape in shapes),
         busiest_flops=max(plan.loads),
+        busiest_flops_if_free=max(if_free.loads),
         busiest_flops_by_holders=max(by_holders.loads),
         busiest_flops_each_holder=max(each_holder),
         rates=rates,
@@ -198,26 +210,25 @@ def default_settings() -> NewtonSchulz:
 
 
 def table(costs: Sequence[StepCost]) -> str:
-    """One line per world size: what travels and how long a step takes; and below, what it takes of memory."""
+    """Two blocks with one line per world size: what travels and how long a step takes; work and memory of the ranks."""
     lines = [
-        f"{'exchanged, MB:':>41}{'most loaded/mean:':>29}{'step, model, ms:':>31}{'each holder:':>27}",
-        f"{'ranks':>6}{'straddling':>12}{'moved':>7}{'by all':>16}{'busiest':>9}{'ours':>20}{'by holders':>12}"
-        f"{'ours':>19}{'by holders':>12}{'runs':>15}{'over ours':>11}",
+        f"{'exchanged, MB:':>41}{'step, model, ms:':>29}{'each holder:':>27}",
+        f"{'ranks':>6}{'straddling':>12}{'moved':>7}{'by all':>16}{'busiest':>9}"
+        f"{'ours':>17}{'by holders':>12}{'runs':>17}{'over ours':>11}",
     ]
     for cost in costs:
         lines.append(
             f"{cost.world_size:>6}{cost.straddling:>12}{cost.moved:>7}{cost.moved_bytes / 1e6:>16.0f}"
-            f"{cost.busiest_bytes / 1e6:>9.1f}{cost.balance:>20.2f}{cost.balance_by_holders:>12.2f}"
-            f"{1e3 * cost.seconds:>19.2f}{1e3 * cost.seconds_by_holders:>12.2f}"
-            f"{cost.runs_each_holder:>15}{cost.over_ours:>11.2f}"
+            f"{cost.busiest_bytes / 1e6:>9.1f}{1e3 * cost.seconds:>17.2f}{1e3 * cost.seconds_by_holders:>12.2f}"
+            f"{cost.runs_each_holder:>17}{cost.over_ours:>11.2f}"
         )
     lines += [
-        f"\n{'memory, MB, inside the step:':>41}{'saved between steps:':>29}",
-        f"{'ranks':>6}{'exchange':>19}{'and a batch':>16}{'(one fp32 moment)':>29}",
+        f"\n{'most loaded rank over the mean:':>38}{'memory, MB, inside the step:':>35}{'saved between':>19}",
+        f"{'ranks':>6}{'ours':>8}{'if free':>12}{'by holders':>12}{'exchange':>19}{'and a batch':>16}{'steps':>19}",
     ]
     for cost in costs:
         lines.append(
-            f"{cost.world_size:>6}{cost.exchange_memory / 1e6:>19.0f}{cost.step_memory / 1e6:>16.0f}"
-            f"{cost.saved_memory / 1e6:>29.1f}"
+            f"{cost.world_size:>6}{cost.balance:>8.2f}{cost.balance_if_free:>12.2f}{cost.balance_by_holders:>12.2f}"
+            f"{cost.exchange_memory / 1e6:>19.0f}{cost.step_memory / 1e6:>16.0f}{cost.saved_memory / 1e6:>19.1f}"
         )
     return "\n".join(lines)
