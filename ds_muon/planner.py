@@ -87,9 +87,10 @@ class StepCost:
         moved_bytes: over the network in a step, both ways, over all ranks; ours.
         moved_bytes_by_holders: the same, if owners are holders.
         busiest_bytes: sent or received by the rank that moves most, both ways; ours.
-        runs_each_holder: matrices orthogonalized, over all ranks, if each holder does it; ours are ``matrices``.
+        runs: matrices orthogonalized, over all ranks; ours.
+        runs_each_holder: the same, if each holder does it.
         flops: operations of the iteration, each matrix once.
-        busiest_flops: of the most loaded rank; ours.
+        loads: operations of each rank, in order of rank; ours.
         busiest_flops_if_free: of the most loaded rank, if moving cost nothing.
         busiest_flops_by_holders: of the most loaded rank, if owners are holders.
         busiest_flops_each_holder: of the most loaded rank, if each holder does it.
@@ -110,9 +111,10 @@ class StepCost:
     moved_bytes: int
     moved_bytes_by_holders: int
     busiest_bytes: int
+    runs: int
     runs_each_holder: int
     flops: float
-    busiest_flops: float
+    loads: tuple[float, ...]
     busiest_flops_if_free: float
     busiest_flops_by_holders: float
     busiest_flops_each_holder: float
@@ -123,6 +125,11 @@ class StepCost:
     exchange_memory: int
     step_memory: int
     saved_memory: int
+
+    @property
+    def busiest_flops(self) -> float:
+        """Operations of the most loaded rank; ours."""
+        return max(self.loads)
 
     @property
     def balance(self) -> float:
@@ -178,7 +185,8 @@ def step_cost(
     for matrix in group.matrices:
         for piece in matrix.slices:
             each_holder[piece.rank] += settings.cost(matrix.rows, matrix.cols)
-    memory = [step_memory(part, settings, normuon=normuon) for part in set(parts(group))]
+    of_ranks = parts(group)
+    memory = [step_memory(part, settings, normuon=normuon) for part in set(of_ranks)]
     return StepCost(
         world_size=world_size,
         param_order=param_order,
@@ -188,9 +196,10 @@ def step_cost(
         moved_bytes=plan.moved_elements() * size,
         moved_bytes_by_holders=by_holders.moved_elements() * size,
         busiest_bytes=max(plan.moved_by_rank()) * size,
+        runs=sum(part.runs for part in of_ranks),
         runs_each_holder=sum(len(matrix.slices) for matrix in group.matrices),
         flops=sum(settings.cost(*shape) for _, shape in shapes),
-        busiest_flops=max(plan.loads),
+        loads=plan.loads,
         busiest_flops_if_free=max(if_free.loads),
         busiest_flops_by_holders=max(by_holders.loads),
         busiest_flops_each_holder=max(each_holder),
@@ -212,23 +221,27 @@ def default_settings() -> NewtonSchulz:
 def table(costs: Sequence[StepCost]) -> str:
     """Two blocks with one line per world size: what travels and how long a step takes; work and memory of the ranks."""
     lines = [
-        f"{'exchanged, MB:':>41}{'step, model, ms:':>29}{'each holder:':>27}",
+        f"{'exchanged, MB:':>41}{'step, model, ms:':>29}{'runs:':>15}{'work of each':>28}",
         f"{'ranks':>6}{'straddling':>12}{'moved':>7}{'by all':>16}{'busiest':>9}"
-        f"{'ours':>17}{'by holders':>12}{'runs':>17}{'over ours':>11}",
+        f"{'ours':>17}{'by holders':>12}{'ours':>14}{'each holder':>13}{'holder, over ours':>19}",
     ]
     for cost in costs:
         lines.append(
             f"{cost.world_size:>6}{cost.straddling:>12}{cost.moved:>7}{cost.moved_bytes / 1e6:>16.0f}"
             f"{cost.busiest_bytes / 1e6:>9.1f}{1e3 * cost.seconds:>17.2f}{1e3 * cost.seconds_by_holders:>12.2f}"
-            f"{cost.runs_each_holder:>17}{cost.over_ours:>11.2f}"
+            f"{cost.runs:>14}{cost.runs_each_holder:>13}{cost.over_ours:>19.2f}"
         )
     lines += [
-        f"\n{'most loaded rank over the mean:':>38}{'memory, MB, inside the step:':>35}{'saved between':>19}",
-        f"{'ranks':>6}{'ours':>8}{'if free':>12}{'by holders':>12}{'exchange':>19}{'and a batch':>16}{'steps':>19}",
+        f"\n{'work of a rank, TFLOP:':>30}{'most over the mean:':>30}"
+        f"{'memory, MB, in a step:':>33}{'saved between':>20}",
+        f"{'ranks':>6}{'least':>10}{'mean':>9}{'most':>9}{'ours':>10}{'if free':>9}{'by holders':>12}"
+        f"{'exchange':>15}{'and a batch':>13}{'steps':>20}",
     ]
     for cost in costs:
+        least, mean, most = (1e-12 * load for load in (min(cost.loads), cost.flops / cost.world_size, max(cost.loads)))
         lines.append(
-            f"{cost.world_size:>6}{cost.balance:>8.2f}{cost.balance_if_free:>12.2f}{cost.balance_by_holders:>12.2f}"
-            f"{cost.exchange_memory / 1e6:>19.0f}{cost.step_memory / 1e6:>16.0f}{cost.saved_memory / 1e6:>19.1f}"
+            f"{cost.world_size:>6}{least:>10.3f}{mean:>9.3f}{most:>9.3f}"
+            f"{cost.balance:>10.2f}{cost.balance_if_free:>9.2f}{cost.balance_by_holders:>12.2f}"
+            f"{cost.exchange_memory / 1e6:>15.0f}{cost.step_memory / 1e6:>13.0f}{cost.saved_memory / 1e6:>20.1f}"
         )
     return "\n".join(lines)

@@ -40,7 +40,7 @@ def test_one_rank_does_everything_once_and_moves_nothing(model: str) -> None:
     assert cost.flops == cost.busiest_flops == cost.busiest_flops_each_holder
     assert cost.flops == sum(SETTINGS.cost(*shape) for _, shape in shapes)
     assert (cost.straddling, cost.moved_bytes, cost.busiest_bytes, cost.balance, cost.over_ours) == (0, 0, 0, 1.0, 1.0)
-    assert cost.runs_each_holder == cost.matrices == len(shapes)
+    assert cost.runs == cost.runs_each_holder == cost.matrices == len(shapes)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 7, 64, 1000])
@@ -55,6 +55,7 @@ def test_every_number_follows_from_where_the_boundaries_fall(shapes: list, world
         start += rows * cols
     assert cost.straddling == sum(len(ranks) > 1 for ranks in holders)
     assert cost.runs_each_holder == sum(map(len, holders))
+    assert cost.runs == len(shapes)
     work = [0.0] * world_size
     for (_, shape), ranks in zip(shapes, holders, strict=True):
         for rank in ranks:
@@ -64,6 +65,9 @@ def test_every_number_follows_from_where_the_boundaries_fall(shapes: list, world
     # U in fp32 to the owner, O in fp16 back: what the owner does not hold.
     layout = flat_layout([rows * cols for _, (rows, cols) in shapes], world_size)
     plan = make_plan([shapes], [layout], world_size, SETTINGS.cost)
+    assert cost.loads == tuple(
+        sum(SETTINGS.cost(m.rows, m.cols) for m in plan.matrices if m.owner == rank) for rank in range(world_size)
+    )
     assert cost.moved_bytes == 6 * plan.moved_elements() == cost.moved_bytes_by_holders
     assert cost.moved_bytes / world_size <= cost.busiest_bytes <= cost.moved_bytes
 
@@ -91,10 +95,12 @@ def test_the_table_has_times_at_the_given_rates() -> None:
     assert [float(text) for text in line[5:7]] == pytest.approx(
         [1e3 * cost.seconds, 1e3 * cost.seconds_by_holders], abs=0.01
     )
+    assert [int(text) for text in line[7:9]] == [cost.runs, cost.runs_each_holder]
     shown = [cost.exchange_memory, cost.step_memory, cost.saved_memory]
-    assert [1e6 * float(text) for text in ranks[4:]] == pytest.approx(shown, abs=5e5)
+    assert [1e6 * float(text) for text in ranks[7:]] == pytest.approx(shown, abs=5e5)
+    loads = [1e-12 * load for load in (min(cost.loads), sum(cost.loads) / 64, max(cost.loads))]
     balances = [cost.balance, cost.balance_if_free, cost.balance_by_holders]
-    assert [float(text) for text in ranks[:4]] == pytest.approx([64, *balances], abs=0.01)
+    assert [float(text) for text in ranks[:7]] == pytest.approx([64, *loads, *balances], abs=0.01)
 
 
 @pytest.mark.parametrize(("model", "world_size"), [("gpt-1.2b", 64), ("llama-3-8b", 100), ("llama-3-70b", 256)])
@@ -198,6 +204,8 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
     assert list(found) == ["gpt-124m", "gpt-303m"]
     assert [row["world_size"] for row in found["gpt-124m"]] == [3, 17]
     assert math.isclose(found["gpt-124m"][0]["flops"], step_cost(MODELS["gpt-124m"](), 3, SETTINGS).flops)
+    assert [len(row["loads"]) for row in found["gpt-303m"]] == [3, 17]
+    assert all(sum(row["loads"]) == row["flops"] and row["runs"] == 144 for row in found["gpt-303m"])
     assert chart.read_bytes().startswith(b"\x89PNG")
     out = capsys.readouterr().out
     assert "gpt-124m: 72 matrices, 0.08B elements" in out and "gpt-303m: 144 matrices" in out
