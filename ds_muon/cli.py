@@ -21,6 +21,7 @@ from ds_muon.extras import how_to_install
 from ds_muon.launch import RanksFailed, run_ranks
 from ds_muon.orthogonalize import BACKENDS
 from ds_muon.owners import RATES, Rates
+from ds_muon.param_order import default_settings
 from ds_muon.replay import replay
 from ds_muon.verify import table
 from ds_muon.verify.engine_view import CannotVerify
@@ -331,7 +332,7 @@ def _plan(options: argparse.Namespace) -> int:
     elif backend == "triton" and find_spec("triton") is None:
         print(f"ds-muon plan: --ns-backend triton needs Triton: {how_to_install('triton')}", file=sys.stderr)
         return COULD_NOT_RUN
-    settings = replace(planner.default_settings(), backend=backend)
+    settings = replace(default_settings(), backend=backend)
     rates = Rates(1e12 * options.tflops, 1e9 * options.link)
     costs: dict[str, list[planner.StepCost]] = {}
     for model in options.models:

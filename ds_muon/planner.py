@@ -33,7 +33,7 @@ import torch
 from ds_muon.exchange import element_bytes
 from ds_muon.orthogonalize import NewtonSchulz
 from ds_muon.owners import RATES, Rates
-from ds_muon.param_order import fastest_order
+from ds_muon.param_order import default_settings, fastest_order
 from ds_muon.partition import flat_layout, make_plan
 from ds_muon.step_memory import parts, step_memory
 
@@ -211,11 +211,6 @@ def step_cost(
         step_memory=max(of_rank.peak for of_rank in memory),
         saved_memory=torch.float32.itemsize * group.partition_size,
     )
-
-
-def default_settings() -> NewtonSchulz:
-    """The defaults of the config on a GPU."""
-    return NewtonSchulz.resolve(torch.device("cpu"), ns_dtype="float16")
 
 
 def table(costs: Sequence[StepCost]) -> str:

@@ -11,8 +11,9 @@ import pytest
 
 from ds_muon import cli
 from ds_muon.owners import RATES, Rates
+from ds_muon.param_order import default_settings
 from ds_muon.partition import Plan, flat_layout, make_plan
-from ds_muon.planner import MODELS, default_settings, gpt, llama, step_cost, table
+from ds_muon.planner import MODELS, gpt, llama, step_cost, table
 
 SETTINGS = default_settings()
 
