@@ -212,6 +212,15 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
     assert "gpt-124m: 72 matrices, 0.08B elements" in out and "gpt-303m: 144 matrices" in out
 
 
+def test_the_same_numbers_make_the_same_picture(tmp_path: Path) -> None:
+    """So that the one in the README changes only with what it shows."""
+    for name in ("a.svg", "b.svg"):
+        assert (
+            cli.main(["plan", "gpt-124m", "gpt-303m", "--world-size", "1", "8", "--chart", str(tmp_path / name)]) == 0
+        )
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
 def test_an_order_with_fewer_cuts_counts_for_all_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
     rows = []
