@@ -8,7 +8,7 @@ import math
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from ds_muon.extras import how_to_install
 from ds_muon.launch import RanksFailed, run_ranks
 from ds_muon.orthogonalize import BACKENDS
 from ds_muon.owners import RATES, Rates
+from ds_muon.param_order import default_settings
 from ds_muon.replay import replay
 from ds_muon.verify import table
 from ds_muon.verify.engine_view import CannotVerify
@@ -316,12 +317,22 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--link", type=_rate, default=RATES.bytes_per_second / 1e9, metavar="GB/s",
         help="for the times: rate of a rank's link (default: %(default)g)",
     )  # fmt: skip
+    parser.add_argument(
+        "--ns-backend", choices=("auto", *BACKENDS), default="auto",
+        help="for the memory: whose batches (default: triton where it is installed, as on Hopper GPUs, else torch)",
+    )  # fmt: skip
     _add_outputs(parser, "draw the times against the ranks there (.png)")
     parser.set_defaults(run=_plan)
 
 
 def _plan(options: argparse.Namespace) -> int:
-    settings = planner.default_settings()
+    backend = options.ns_backend
+    if backend == "auto":
+        backend = "torch" if find_spec("triton") is None else "triton"
+    elif backend == "triton" and find_spec("triton") is None:
+        print(f"ds-muon plan: --ns-backend triton needs Triton: {how_to_install('triton')}", file=sys.stderr)
+        return COULD_NOT_RUN
+    settings = replace(default_settings(), backend=backend)
     rates = Rates(1e12 * options.tflops, 1e9 * options.link)
     costs: dict[str, list[planner.StepCost]] = {}
     for model in options.models:
@@ -332,7 +343,8 @@ def _plan(options: argparse.Namespace) -> int:
         ]
         elements = sum(rows * cols for _, (rows, cols) in shapes)
         print(f"{model}: {len(shapes)} matrices, {elements / 1e9:.2f}B elements; defaults on a GPU", end="")
-        print(f" ({options.tflops:g} TFLOP/s and {options.link:g} GB/s per rank), param_order {options.param_order}\n")
+        print(f" ({options.tflops:g} TFLOP/s and {options.link:g} GB/s per rank), {backend} backend, ", end="")
+        print(f"param_order {options.param_order}\n")
         print(planner.table(costs[model]), end="\n\n")
     if options.json is not None:
         numbers = {model: [asdict(cost) for cost in of_model] for model, of_model in costs.items()}

@@ -14,6 +14,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
+from ds_muon.orthogonalize import NewtonSchulz
 from ds_muon.owners import RATES, Rates
 from ds_muon.partition import ELEMENT_BYTES, flat_layout, make_plan, start_multiple
 
@@ -43,6 +46,11 @@ RULES: dict[str, Callable[[Candidate], tuple[float, int]]] = {
     "most even": lambda candidate: (candidate.unevenness, -candidate.elements),
     "first": lambda candidate: (0, candidate.index),
 }
+
+
+def default_settings() -> NewtonSchulz:
+    """The defaults of the config on a GPU, by whose cost orders are chosen: a checkpoint fits its order only."""
+    return NewtonSchulz.resolve(torch.device("cpu"), ns_dtype="float16")
 
 
 def fastest_order(

@@ -1,19 +1,24 @@
 """What Muon's step costs at world sizes that are not at hand: ``ds-muon plan``. Pure functions of shapes; no ranks.
 
 The matrices of a model lie in one flat buffer, in the model's order or another `param_order`, as ZeRO lays them out.
-Three schemes are compared:
+These schemes are compared:
 
     ours         a matrix is orthogonalized once, by its owner: one of its holders, or a rank that holds nothing of it
                  where a step is faster for it
     by holders   the same, if owners are always holders: only what straddles a boundary travels
+    if free      the same, if moving cost nothing: no engine does this, it shows how even ranks could be
     each holder  every rank that holds a piece of a matrix orthogonalizes all of it, as DeepSpeed's own Muon does
 
-The last needs the whole averaged gradient on every holder, which `reduce_scatter: false` leaves there.
+For the last, every holder needs the whole averaged gradient, which `reduce_scatter: false` leaves there.
 
 Times are those of a model, no measurement: of a rank, its operations at the rate of the iteration, and then the bytes
 that it sends and receives at the rate of its link; of a step, those of the rank that takes longest, and 0.1 ms if
 anything is exchanged. The owners are the engine's, which it chooses by that model at 500 TFLOP/s and 100 GB/s; a step
 must be 2 % faster for an owner that holds nothing.
+
+Memory is what a rank has allocated at the same time inside a step, beside its gradients, which AdamW's step needs as
+well (`step_memory`): for what travels, and with the batch that Newton-Schulz works in. Beside it stands what Muon saves
+between steps, one of AdamW's two moments. Where the former is more, the peak of a step is above that of AdamW's.
 """
 
 from __future__ import annotations
@@ -28,8 +33,12 @@ import torch
 from ds_muon.exchange import element_bytes
 from ds_muon.orthogonalize import NewtonSchulz
 from ds_muon.owners import RATES, Rates
-from ds_muon.param_order import fastest_order
+from ds_muon.param_order import default_settings, fastest_order
 from ds_muon.partition import flat_layout, make_plan
+from ds_muon.step_memory import parts, step_memory
+
+FREE = Rates(bytes_per_second=math.inf, exchange_seconds=0.0, least_gain=0.0)
+"""As if moving cost nothing: ranks are as even as the matrices allow."""
 
 Shapes = list[tuple[str, tuple[int, int]]]
 
@@ -78,14 +87,20 @@ class StepCost:
         moved_bytes: over the network in a step, both ways, over all ranks; ours.
         moved_bytes_by_holders: the same, if owners are holders.
         busiest_bytes: sent or received by the rank that moves most, both ways; ours.
-        runs_each_holder: matrices orthogonalized, over all ranks, if each holder does it; ours are ``matrices``.
+        runs: matrices orthogonalized, over all ranks; ours.
+        runs_each_holder: the same, if each holder does it.
         flops: operations of the iteration, each matrix once.
-        busiest_flops: of the most loaded rank; ours.
+        loads: operations of each rank, in order of rank; ours.
+        busiest_flops_if_free: of the most loaded rank, if moving cost nothing.
         busiest_flops_by_holders: of the most loaded rank, if owners are holders.
         busiest_flops_each_holder: of the most loaded rank, if each holder does it.
         rates: at which times are.
         seconds: of a step by the model; ours.
         seconds_by_holders: the same, if owners are holders.
+        backend: of Newton-Schulz, for the two numbers that follow.
+        exchange_memory: bytes that the rank with most has allocated at one time in a step for what travels; ours.
+        step_memory: the same, with the batch that Newton-Schulz works on.
+        saved_memory: bytes that a rank needs less than with AdamW, between steps: one of two fp32 moments.
     """
 
     world_size: int
@@ -96,19 +111,35 @@ class StepCost:
     moved_bytes: int
     moved_bytes_by_holders: int
     busiest_bytes: int
+    runs: int
     runs_each_holder: int
     flops: float
-    busiest_flops: float
+    loads: tuple[float, ...]
+    busiest_flops_if_free: float
     busiest_flops_by_holders: float
     busiest_flops_each_holder: float
     rates: Rates
     seconds: float
     seconds_by_holders: float
+    backend: str
+    exchange_memory: int
+    step_memory: int
+    saved_memory: int
+
+    @property
+    def busiest_flops(self) -> float:
+        """Operations of the most loaded rank; ours."""
+        return max(self.loads)
 
     @property
     def balance(self) -> float:
         """Work of the most loaded rank over the mean; ours."""
         return self.busiest_flops * self.world_size / self.flops
+
+    @property
+    def balance_if_free(self) -> float:
+        """Work of the most loaded rank over the mean, if moving cost nothing."""
+        return self.busiest_flops_if_free * self.world_size / self.flops
 
     @property
     def balance_by_holders(self) -> float:
@@ -145,15 +176,17 @@ def step_cost(
         shapes = [shapes[i] for i in order]
     layout = flat_layout([math.prod(shape) for _, shape in shapes], world_size)
     size = element_bytes(settings, normuon=normuon)
-    plan, by_holders = (
+    plan, if_free, by_holders = (
         make_plan([shapes], [layout], world_size, settings.cost, rates=chosen_by, element_bytes=size)
-        for chosen_by in (RATES, None)
+        for chosen_by in (RATES, FREE, None)
     )
     (group,) = plan.groups
     each_holder = [0.0] * world_size
     for matrix in group.matrices:
         for piece in matrix.slices:
             each_holder[piece.rank] += settings.cost(matrix.rows, matrix.cols)
+    of_ranks = parts(group)
+    memory = [step_memory(part, settings, normuon=normuon) for part in set(of_ranks)]
     return StepCost(
         world_size=world_size,
         param_order=param_order,
@@ -163,34 +196,47 @@ def step_cost(
         moved_bytes=plan.moved_elements() * size,
         moved_bytes_by_holders=by_holders.moved_elements() * size,
         busiest_bytes=max(plan.moved_by_rank()) * size,
+        runs=sum(part.runs for part in of_ranks),
         runs_each_holder=sum(len(matrix.slices) for matrix in group.matrices),
         flops=sum(settings.cost(*shape) for _, shape in shapes),
-        busiest_flops=max(plan.loads),
+        loads=plan.loads,
+        busiest_flops_if_free=max(if_free.loads),
         busiest_flops_by_holders=max(by_holders.loads),
         busiest_flops_each_holder=max(each_holder),
         rates=rates,
         seconds=plan.seconds(rates, element_bytes=size),
         seconds_by_holders=by_holders.seconds(rates, element_bytes=size),
+        backend=settings.backend,
+        exchange_memory=max(of_rank.exchange for of_rank in memory),
+        step_memory=max(of_rank.peak for of_rank in memory),
+        saved_memory=torch.float32.itemsize * group.partition_size,
     )
 
 
-def default_settings() -> NewtonSchulz:
-    """The defaults of the config on a GPU."""
-    return NewtonSchulz.resolve(torch.device("cpu"), ns_dtype="float16")
-
-
 def table(costs: Sequence[StepCost]) -> str:
-    """One line per world size."""
+    """Two blocks with one line per world size: what travels and how long a step takes; work and memory of the ranks."""
     lines = [
-        f"{'exchanged, MB:':>41}{'most loaded/mean:':>29}{'step, model, ms:':>31}{'each holder:':>27}",
-        f"{'ranks':>6}{'straddling':>12}{'moved':>7}{'by all':>16}{'busiest':>9}{'ours':>20}{'by holders':>12}"
-        f"{'ours':>19}{'by holders':>12}{'runs':>15}{'over ours':>11}",
+        f"{'exchanged, MB:':>41}{'step, model, ms:':>29}{'runs:':>15}{'work of each':>28}",
+        f"{'ranks':>6}{'straddling':>12}{'moved':>7}{'by all':>16}{'busiest':>9}"
+        f"{'ours':>17}{'by holders':>12}{'ours':>14}{'each holder':>13}{'holder, over ours':>19}",
     ]
     for cost in costs:
         lines.append(
             f"{cost.world_size:>6}{cost.straddling:>12}{cost.moved:>7}{cost.moved_bytes / 1e6:>16.0f}"
-            f"{cost.busiest_bytes / 1e6:>9.1f}{cost.balance:>20.2f}{cost.balance_by_holders:>12.2f}"
-            f"{1e3 * cost.seconds:>19.2f}{1e3 * cost.seconds_by_holders:>12.2f}"
-            f"{cost.runs_each_holder:>15}{cost.over_ours:>11.2f}"
+            f"{cost.busiest_bytes / 1e6:>9.1f}{1e3 * cost.seconds:>17.2f}{1e3 * cost.seconds_by_holders:>12.2f}"
+            f"{cost.runs:>14}{cost.runs_each_holder:>13}{cost.over_ours:>19.2f}"
+        )
+    lines += [
+        f"\n{'work of a rank, TFLOP:':>30}{'most over the mean:':>30}"
+        f"{'memory, MB, in a step:':>33}{'saved between':>20}",
+        f"{'ranks':>6}{'least':>10}{'mean':>9}{'most':>9}{'ours':>10}{'if free':>9}{'by holders':>12}"
+        f"{'exchange':>15}{'and a batch':>13}{'steps':>20}",
+    ]
+    for cost in costs:
+        least, mean, most = (1e-12 * load for load in (min(cost.loads), cost.flops / cost.world_size, max(cost.loads)))
+        lines.append(
+            f"{cost.world_size:>6}{least:>10.3f}{mean:>9.3f}{most:>9.3f}"
+            f"{cost.balance:>10.2f}{cost.balance_if_free:>9.2f}{cost.balance_by_holders:>12.2f}"
+            f"{cost.exchange_memory / 1e6:>15.0f}{cost.step_memory / 1e6:>13.0f}{cost.saved_memory / 1e6:>20.1f}"
         )
     return "\n".join(lines)

@@ -27,8 +27,7 @@ from ds_muon.config import ADAM_LR_WARNING, DSMuonConfig
 from ds_muon.guard import raise_together
 from ds_muon.optimizer import DSMuon
 from ds_muon.param_groups import GROUP_KEYS, split_param_groups
-from ds_muon.param_order import fastest_order
-from ds_muon.planner import default_settings
+from ds_muon.param_order import default_settings, fastest_order
 from ds_muon.refusals import SUPPORTED_DEEPSPEED, DSMuonRefusal, config_refusals, model_refusals
 from ds_muon.routing import Routing, route
 from ds_muon.zero import MuonZeroOptimizer

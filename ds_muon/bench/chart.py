@@ -63,9 +63,11 @@ def draw_costs(path: Path, costs: Mapping[str, Sequence[StepCost]], tflops: floa
     Raises:
         ImportError: matplotlib is missing.
     """
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.add_subplot()
     per_ms = 1e9 * tflops
     for place, (model, of_model) in enumerate(costs.items()):
@@ -73,16 +75,28 @@ def draw_costs(path: Path, costs: Mapping[str, Sequence[StepCost]], tflops: floa
         ours = [1e3 * cost.seconds for cost in of_model]
         each_holder = [cost.busiest_flops_each_holder / per_ms for cost in of_model]
         mean = [cost.flops / cost.world_size / per_ms for cost in of_model]
-        axes.plot(ranks, ours, "o-", color=colour, markersize=4, label=f"{model}: step, exchange included")
-        axes.plot(
-            ranks, each_holder, "--", color=colour, linewidth=1.2, label=f"{model}: Newton-Schulz by every holder"
+        axes.plot(ranks, ours, "o-", color=colour, markersize=4)
+        axes.plot(ranks, each_holder, "--", color=colour, linewidth=1.2)
+        axes.plot(ranks, mean, ":", color=colour, linewidth=1.2)
+        axes.annotate(
+            model, (ranks[-1], ours[-1]), xytext=(8, 0), textcoords="offset points", va="center", color=colour
         )
-        axes.plot(ranks, mean, ":", color=colour, linewidth=1.2, label=f"{model}: Newton-Schulz, mean of the ranks")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
     axes.set_xlabel("ranks")
-    axes.set_ylabel(f"most loaded rank, ms by the model at {tflops:g} TFLOP/s")
+    axes.set_ylabel(f"ms by the model at {tflops:g} TFLOP/s")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=150)
+    styles = [
+        ("o", "-", "step, exchange included"),
+        ("", "--", "Newton-Schulz of the most loaded rank, if every holder does it"),
+        ("", ":", "Newton-Schulz, mean of the ranks"),
+    ]
+    lines = [Line2D([], [], color="#333333", marker=marker, markersize=4, linestyle=line) for marker, line, _ in styles]
+    axes.legend(lines, [label for *_, label in styles], frameon=False, fontsize=9, loc="upper right")
+    # The same numbers make the same file.
+    with rc_context({"svg.hashsalt": "ds_muon"}):
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ds_muon import Rates, flat_layout, registration
-from ds_muon.param_order import RULES, Order, fastest_order, filled
+from ds_muon.param_order import RULES, Order, default_settings, fastest_order, filled
 from ds_muon.partition import cut
-from ds_muon.planner import MODELS, default_settings
+from ds_muon.planner import MODELS
 from ds_muon.verify import UpdateCheck
 from tests.unit.models import (
     PrescribedGradients,

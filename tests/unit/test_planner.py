@@ -11,8 +11,9 @@ import pytest
 
 from ds_muon import cli
 from ds_muon.owners import RATES, Rates
+from ds_muon.param_order import default_settings
 from ds_muon.partition import Plan, flat_layout, make_plan
-from ds_muon.planner import MODELS, default_settings, gpt, llama, step_cost, table
+from ds_muon.planner import MODELS, gpt, llama, step_cost, table
 
 SETTINGS = default_settings()
 
@@ -40,7 +41,7 @@ def test_one_rank_does_everything_once_and_moves_nothing(model: str) -> None:
     assert cost.flops == cost.busiest_flops == cost.busiest_flops_each_holder
     assert cost.flops == sum(SETTINGS.cost(*shape) for _, shape in shapes)
     assert (cost.straddling, cost.moved_bytes, cost.busiest_bytes, cost.balance, cost.over_ours) == (0, 0, 0, 1.0, 1.0)
-    assert cost.runs_each_holder == cost.matrices == len(shapes)
+    assert cost.runs == cost.runs_each_holder == cost.matrices == len(shapes)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 7, 64, 1000])
@@ -55,6 +56,7 @@ def test_every_number_follows_from_where_the_boundaries_fall(shapes: list, world
         start += rows * cols
     assert cost.straddling == sum(len(ranks) > 1 for ranks in holders)
     assert cost.runs_each_holder == sum(map(len, holders))
+    assert cost.runs == len(shapes)
     work = [0.0] * world_size
     for (_, shape), ranks in zip(shapes, holders, strict=True):
         for rank in ranks:
@@ -64,6 +66,9 @@ def test_every_number_follows_from_where_the_boundaries_fall(shapes: list, world
     # U in fp32 to the owner, O in fp16 back: what the owner does not hold.
     layout = flat_layout([rows * cols for _, (rows, cols) in shapes], world_size)
     plan = make_plan([shapes], [layout], world_size, SETTINGS.cost)
+    assert cost.loads == tuple(
+        sum(SETTINGS.cost(m.rows, m.cols) for m in plan.matrices if m.owner == rank) for rank in range(world_size)
+    )
     assert cost.moved_bytes == 6 * plan.moved_elements() == cost.moved_bytes_by_holders
     assert cost.moved_bytes / world_size <= cost.busiest_bytes <= cost.moved_bytes
 
@@ -86,12 +91,17 @@ def test_the_table_has_times_at_the_given_rates() -> None:
         step_cost(MODELS["gpt-1.2b"](), 64, SETTINGS), seconds=0, seconds_by_holders=0
     )
     assert cost.seconds >= max(cost.busiest_flops / 100e12, cost.busiest_bytes / 10e9)
-    line = table([cost]).splitlines()[-1].split()
+    line, ranks = (block.splitlines()[-1].split() for block in table([cost]).split("\n\n"))
     assert [int(text) for text in line[:3]] == [64, cost.straddling, cost.moved]
-    assert [float(text) for text in line[5:7]] == pytest.approx([cost.balance, cost.balance_by_holders], abs=0.01)
-    assert [float(text) for text in line[7:9]] == pytest.approx(
+    assert [float(text) for text in line[5:7]] == pytest.approx(
         [1e3 * cost.seconds, 1e3 * cost.seconds_by_holders], abs=0.01
     )
+    assert [int(text) for text in line[7:9]] == [cost.runs, cost.runs_each_holder]
+    shown = [cost.exchange_memory, cost.step_memory, cost.saved_memory]
+    assert [1e6 * float(text) for text in ranks[7:]] == pytest.approx(shown, abs=5e5)
+    loads = [1e-12 * load for load in (min(cost.loads), sum(cost.loads) / 64, max(cost.loads))]
+    balances = [cost.balance, cost.balance_if_free, cost.balance_by_holders]
+    assert [float(text) for text in ranks[:7]] == pytest.approx([64, *loads, *balances], abs=0.01)
 
 
 @pytest.mark.parametrize(("model", "world_size"), [("gpt-1.2b", 64), ("llama-3-8b", 100), ("llama-3-70b", 256)])
@@ -110,12 +120,14 @@ def test_nothing_moves_where_ranks_are_even_or_one_matrix_is_the_most(model: str
     assert cost.moved_bytes == cost.moved_bytes_by_holders and cost.balance == cost.balance_by_holders
 
 
-def free_plan(model: str, world_size: int) -> Plan:
-    """If moving costs nothing."""
-    shapes = MODELS[model]()
-    layout = flat_layout([math.prod(shape) for _, shape in shapes], world_size)
-    free = Rates(bytes_per_second=math.inf, exchange_seconds=0.0, least_gain=0.0)
-    return make_plan([shapes], [layout], world_size, SETTINGS.cost, rates=free)
+@pytest.mark.parametrize("model", ["gpt-1.2b", "llama-3-8b", "llama-3-70b"])
+def test_memory_is_that_of_the_rank_that_needs_most(model: str) -> None:
+    elements = sum(rows * cols for _, (rows, cols) in MODELS[model]())
+    for world_size in (1, 8, 100, 4096):
+        cost = step_cost(MODELS[model](), world_size, SETTINGS)
+        assert 4 * elements <= cost.saved_memory * world_size < 4 * (elements + 2 * world_size)
+        assert cost.exchange_memory < cost.step_memory
+        assert (cost.exchange_memory > 0) == (cost.moved_bytes > 0)
 
 
 @pytest.mark.parametrize("world_size", [2, 8, 64, 100, 128, 256, 4096])
@@ -133,7 +145,56 @@ def test_if_moving_is_free_ranks_are_as_even_as_the_matrices_allow(model: str, w
         # 2.4 large ones to a rank, which two of them and square ones do not add up to.
         large, square = sorted(set(costs), reverse=True)[:2]
         allowed = 3 * large + square
-    assert max(free_plan(model, world_size).loads) <= allowed
+    assert step_cost(MODELS[model](), world_size, SETTINGS).busiest_flops_if_free <= allowed
+
+
+def engines_plan(model: str, world_size: int) -> Plan:
+    shapes = MODELS[model]()
+    layout = flat_layout([math.prod(shape) for _, shape in shapes], world_size)
+    return make_plan([shapes], [layout], world_size, SETTINGS.cost)
+
+
+def with_owner(plan: Plan, index: int, owner: int) -> Plan:
+    """The plan of one group, with another owner of one matrix."""
+    (group,) = plan.groups
+    matrices, loads = list(group.matrices), list(plan.loads)
+    cost = SETTINGS.cost(matrices[index].rows, matrices[index].cols)
+    loads[matrices[index].owner] -= cost
+    loads[owner] += cost
+    matrices[index] = replace(matrices[index], owner=owner)
+    return Plan((replace(group, matrices=tuple(matrices)),), tuple(loads))
+
+
+def seconds_after_the_best_move(plan: Plan) -> float:
+    """The least time of a step that another owner of one matrix gives, or the plan's own."""
+    times = [RATES.of_rank(load, 6 * moved) for load, moved in zip(plan.loads, plan.moved_by_rank(), strict=True)]
+    slowest, idlest = max(times), sorted(range(len(times)), key=times.__getitem__)
+    least = plan.seconds()
+    for index, matrix in enumerate(plan.matrices):
+        # A step gets faster only if all ranks that take longest do: a move changes the times of two.
+        touched = {rank for rank in (matrix.owner, *matrix.holders) if times[rank] >= slowest * (1 - 1e-9)}
+        if not touched or sum(time >= slowest * (1 - 1e-9) for time in times) > 2:
+            continue
+        # Of ranks that hold nothing of it, none is left with less to do than the one that has least.
+        other = next(rank for rank in idlest if rank not in {matrix.owner, *matrix.holders})
+        for owner in {*matrix.holders, other} - {matrix.owner}:
+            least = min(least, with_owner(plan, index, owner).seconds())
+    return least
+
+
+def test_the_search_for_a_better_move_finds_one() -> None:
+    plan = engines_plan("gpt-1.2b", 16)
+    worse = with_owner(plan, 3, 9)
+    assert worse.seconds() > 1.02 * plan.seconds()
+    assert seconds_after_the_best_move(worse) == pytest.approx(plan.seconds())
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 6, 8, 16, 32, 40, 48, 64, 100, 128, 192, 256, 512, 1000, 4096])
+@pytest.mark.parametrize("model", ["gpt-1.2b", "llama-3-8b", "llama-3-70b"])
+def test_ranks_are_even_or_no_other_owner_of_a_matrix_makes_a_step_faster(model: str, world_size: int) -> None:
+    """For the engine's own plan: beyond 1.05 of the mean, the link would cost more than it saves."""
+    plan = engines_plan(model, world_size)
+    assert plan.balance <= 1.05 or seconds_after_the_best_move(plan) >= plan.seconds() * (1 - 1e-4)
 
 
 def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,9 +205,20 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
     assert list(found) == ["gpt-124m", "gpt-303m"]
     assert [row["world_size"] for row in found["gpt-124m"]] == [3, 17]
     assert math.isclose(found["gpt-124m"][0]["flops"], step_cost(MODELS["gpt-124m"](), 3, SETTINGS).flops)
+    assert [len(row["loads"]) for row in found["gpt-303m"]] == [3, 17]
+    assert all(sum(row["loads"]) == row["flops"] and row["runs"] == 144 for row in found["gpt-303m"])
     assert chart.read_bytes().startswith(b"\x89PNG")
     out = capsys.readouterr().out
     assert "gpt-124m: 72 matrices, 0.08B elements" in out and "gpt-303m: 144 matrices" in out
+
+
+def test_the_same_numbers_make_the_same_picture(tmp_path: Path) -> None:
+    """So that the one in the README changes only with what it shows."""
+    for name in ("a.svg", "b.svg"):
+        assert (
+            cli.main(["plan", "gpt-124m", "gpt-303m", "--world-size", "1", "8", "--chart", str(tmp_path / name)]) == 0
+        )
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
 def test_an_order_with_fewer_cuts_counts_for_all_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
