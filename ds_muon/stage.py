@@ -110,18 +110,16 @@ class MuonGroup:
         step = self._step
         assert step is not None, "begin comes first"
         whole = [(m, piece.view(m.rows, m.cols)) for m, piece in self._pieces(step.partition) if not m.travels]
-        owned = list(zip(self.exchange.owned, step.gathering.tensors, strict=True))
-        ready, waiting = _batches(whole, owned, step.settings)
-        costs = [len(batch) * step.settings.cost(batch[0][0].rows, batch[0][0].cols) for batch in ready]
-        first = sum(2 * before < sum(costs) for before in accumulate(costs, initial=0))
-        for batch in ready[:first]:
-            self._update(batch, len(batch), step)
-        step.returning = self._send_back(waiting, step)
+        inputs = [*whole, *zip(self.exchange.owned, step.gathering.tensors, strict=True)]
+        before, waiting, after = in_order([u for _, u in inputs], len(whole), step.settings)
+        for indices in before:
+            self._update([inputs[i] for i in indices], len(indices), step)
+        step.returning = self._send_back([[inputs[i] for i in indices] for indices in waiting], step)
         # What was gathered has served.
         step.gathering = Transfer()
-        del owned, waiting
-        for batch in ready[first:]:
-            self._update(batch, len(batch), step)
+        del inputs
+        for indices in after:
+            self._update([whole[i] for i in indices], len(indices), step)
 
     def finish(self) -> None:
         """Take in the slices of what has travelled."""
@@ -191,22 +189,33 @@ class MuonGroup:
         return self.row_variance.factors(variance, [matrix.name for matrix, _ in batch], outputs)
 
 
-def _batches(
-    whole: Sequence[tuple[Matrix, Tensor]], owned: Sequence[tuple[Matrix, Tensor]], settings: NewtonSchulz
-) -> tuple[list[_Batch], list[_Batch]]:
-    """Batches that can run at once, and those with matrices that travel, which come last in theirs.
+_Indices = list[Sequence[int]]
 
-    A matrix that does not travel waits in the batch of one of its shape that does, for larger batches are faster; but
-    not where most of the work would wait.
+
+def in_order(matrices: Sequence[Tensor], whole: int, settings: NewtonSchulz) -> tuple[_Indices, _Indices, _Indices]:
+    """The batches that a rank runs, as indices: before the matrices that travel have arrived, with them, and after.
+
+    Some that do not travel share a batch with those of their shape that do, for larger batches are faster; but not
+    where most of the work would wait. Of what need not wait, half is left for while results travel back.
+
+    Args:
+        matrices: (rows, cols) each; those that travel come last.
+        whole: how many do not.
+        settings: of the iteration.
     """
-    travelling = {(matrix.rows, matrix.cols) for matrix, _ in owned}
-    shapes = [(matrix.rows, matrix.cols) for matrix, _ in whole]
-    would_wait = sum(settings.cost(*shape) for shape in shapes if shape in travelling)
-    apart = 2 * would_wait > sum(settings.cost(*shape) for shape in shapes)
-    ready: list[_Batch] = []
-    waiting: list[_Batch] = []
-    for inputs in [whole, owned] if apart else [[*whole, *owned]]:
-        for indices in batches([u for _, u in inputs], settings):
-            batch = [inputs[i] for i in indices]
-            (waiting if batch[-1][0].travels else ready).append(batch)
-    return ready, waiting
+
+    def cost(indices: Sequence[int]) -> int:
+        return sum(settings.cost(*matrices[i].shape) for i in indices)
+
+    travelling = {matrix.shape for matrix in matrices[whole:]}
+    would_wait = [i for i in range(whole) if matrices[i].shape in travelling]
+    apart = 2 * cost(would_wait) > cost(range(whole))
+    ready: _Indices = []
+    waiting: _Indices = []
+    for first, end in [(0, whole), (whole, len(matrices))] if apart else [(0, len(matrices))]:
+        for indices in batches(matrices[first:end], settings):
+            shifted = [first + i for i in indices]
+            (ready if shifted[-1] < whole else waiting).append(shifted)
+    total = cost([i for indices in ready for i in indices])
+    before = sum(2 * done < total for done in accumulate(map(cost, ready), initial=0))
+    return ready[:before], waiting, ready[before:]

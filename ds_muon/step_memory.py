@@ -2,14 +2,15 @@
 
 ``stage`` and ``exchange`` allocate, in this order:
 
-    U           every travelling matrix that the rank owns, whole, in fp32: until the end
+    U           every travelling matrix that the rank owns, whole, in fp32: until O is on its way
     transit     the slices of U that it sends, packed, and those that it receives: until they have arrived
     batches     what Newton-Schulz works in: one batch at a time, half of those that need not wait during this transit
-    O           a copy of the results that travel: from their batch until the end. With NorMuon they overwrite U
+    O           a copy of the results that travel: until they are packed. With NorMuon they overwrite U
     transit     the slices of O that it sends, packed, and those that it receives: while the other batches run
 
-That is what tensors take; torch's allocator may round it up. The elementwise passes are left out: as kernels they
-allocate nothing, in torch at most 128 MiB, and not while slices travel.
+Where there are several groups, U and transit of the next one are there as well. That is what tensors take; torch's
+allocator may round it up. The elementwise passes are left out: as kernels they allocate nothing, in torch at most
+128 MiB, and not while slices travel.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ import torch
 from torch import Tensor
 
 from ds_muon.exchange import result_dtype
-from ds_muon.orthogonalize import BACKENDS, NewtonSchulz, batches, newton_schulz
+from ds_muon.orthogonalize import BACKENDS, NewtonSchulz, newton_schulz
 from ds_muon.partition import GroupPlan
+from ds_muon.stage import in_order
 
 Shape = tuple[int, int]
 
@@ -80,7 +82,7 @@ def parts(plan: GroupPlan) -> list[Part]:
 def step_memory(
     part: Part, settings: NewtonSchulz, *, normuon: bool = False, device: torch.device | None = None
 ) -> StepMemory:
-    """The most that ``MuonGroup.orthogonalize_`` allocates on one rank.
+    """The most that ``MuonGroup`` allocates on one rank from ``begin`` to ``finish``.
 
     Args:
         part: of the rank.
@@ -96,23 +98,21 @@ def step_memory(
         squares = newton_schulz.squares(settings.form(rows, cols))
         return len(indices) * backend.workspace(rows, cols, settings.dtype, squares)
 
-    chunks = list(batches(matrices, settings))
-    ready = [indices for indices in chunks if indices[-1] < len(part.whole)]
-    before = (len(ready) + 1) // 2
+    before, waiting, after = in_order(matrices, len(part.whole), settings)
     moved = part.sent + part.received
     u = itemsize * sum(rows * cols for rows, cols in part.owned)
     exchange = u + itemsize * moved
-    peak = exchange + max(map(workspace, ready[:before]), default=0)
+    peak = exchange + max(map(workspace, before), default=0)
     results = 0
-    for indices in chunks:
-        if indices[-1] >= len(part.whole):
-            travelling = sum(matrices[i].numel() for i in indices if i >= len(part.whole))
-            copied = 0 if normuon else settings.dtype.itemsize * travelling
-            # A result that is a piece of what its batch worked in keeps all of that alive while it is copied.
-            peak = max(peak, u + results + workspace(indices) + (0 if backend.compact else copied))
-            results += copied
-    back = u + results + result_dtype(settings, normuon=normuon).itemsize * moved
-    peak = max(peak, back + max(map(workspace, ready[before:]), default=0))
+    for indices in waiting:
+        travelling = sum(matrices[i].numel() for i in indices if i >= len(part.whole))
+        copied = 0 if normuon else settings.dtype.itemsize * travelling
+        # A result that is a piece of what its batch worked in keeps all of that alive while it is copied.
+        peak = max(peak, u + results + workspace(indices) + (0 if backend.compact else copied))
+        results += copied
+    transit = result_dtype(settings, normuon=normuon).itemsize * moved
+    back = u + results + transit
+    peak = max(peak, back, transit + max(map(workspace, after), default=0))
     return StepMemory(max(exchange, back), peak)
 
 

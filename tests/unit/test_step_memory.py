@@ -137,18 +137,23 @@ def step_of_an_engine(
     zero, found = engine.optimizer, []
     zero.newton_schulz = settings = replace(zero.newton_schulz, backend=backend, dtype=dtype)
     (group,) = zero.muon_groups
-    run = group.orthogonalize_
+    begin, finish = group.begin, group.finish
 
-    def counted(*args: Any) -> None:
+    def begin_counting(*args: Any) -> None:
         Exact.allocations = Allocations()
-        with Exact.allocations:
-            run(*args)
+        Exact.allocations.__enter__()
+        begin(*args)
+
+    def finish_counting() -> None:
+        finish()
+        Exact.allocations.__exit__(None, None, None)
         found.append((Exact.allocations.peak, Exact.allocations.peak_of_others))
 
     with (
         mock.patch.dict(BACKENDS, {"exact": Exact, "compact": Compact}),
         mock.patch.object(dist, "all_to_all_single", all_to_all),
-        mock.patch.object(group, "orthogonalize_", counted),
+        mock.patch.object(group, "begin", begin_counting),
+        mock.patch.object(group, "finish", finish_counting),
     ):
         for step in range(2):
             train_step(engine, exact_gradients(SHAPES, step, engine.device))
