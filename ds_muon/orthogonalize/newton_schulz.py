@@ -103,6 +103,9 @@ class Backend(Protocol):
     def release(self) -> None:
         """Forget what is kept from one ``run`` to the next."""
 
+    def for_trial(self, device: torch.device, dtype: torch.dtype) -> Sequence[Backend]:
+        """Backends that among them use each way of computing a product that this one may choose there."""
+
 
 def standard(x: Tensor, triples: Sequence[Triple], ops: Operations, other: Tensor | None = None) -> Tensor:
     """``X <- (a I + b R + c R^2) X`` with ``R = X X^T``, once per triple.

@@ -34,6 +34,9 @@ class TorchOperations:
     def release(self) -> None:
         """Nothing is kept."""
 
+    def for_trial(self, device: torch.device, dtype: torch.dtype) -> Sequence[TorchOperations]:
+        return [self]
+
     def symmetric(self, a: Tensor, b: Tensor) -> Tensor:
         return torch.bmm(a, b)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from ds_muon.orthogonalize import (
     BACKENDS,
     NewtonSchulz,
+    backends,
     newton_schulz,
     orthogonalize,
     orthogonalize_batch,
@@ -475,6 +476,87 @@ def test_the_tile_is_the_one_measured_faster_on_h100(shape: tuple[int, int, int]
     assert chosen == tile
 
 
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_nothing_but_the_tiles_of_a_gpu_is_chosen_there(symmetric: bool) -> None:
+    for capability, dtype in itertools.product(((8, 0), (9, 0), (10, 0)), (torch.float16, torch.float32)):
+        chosen = {
+            choose_tile(batch, m, n, m, symmetric=symmetric, sms=132, capability=capability, dtype=dtype)
+            for batch, m, n in itertools.product((1, 4, 24), (100, 1024, 2048), (1024, 2048, 8192))
+        }
+        possible = set(triton_backend.tiles_for(capability, dtype))
+        assert chosen == (possible if symmetric else possible - {QUARTERS})
+
+
+Multiply = Callable[[Tensor, Tensor, Tensor | None, Tensor, tuple[float, float, float], bool, Tile], None]
+
+
+def trial_on(capability: tuple[int, int], dtype: torch.dtype, multiply: Multiply) -> str | None:
+    """The trial at start as on such a GPU, with ``multiply`` in place of the products."""
+    backends._trial.cache_clear()
+    with pytest.MonkeyPatch.context() as place:
+        place.setattr(triton_backend, "_properties", lambda device: (132, capability))
+        place.setattr(triton_backend, "multiply_descriptors", multiply)
+        place.setattr(triton_backend, "multiply_pointers", multiply)
+        try:
+            return backends._trial(DEVICE, dtype)
+        finally:
+            backends._trial.cache_clear()
+
+
+def by_torch(
+    a: Tensor, b: Tensor, c: Tensor | None, out: Tensor, scalars: tuple[float, float, float], _: bool, tile: Tile
+) -> None:
+    product = a.float() @ b.float()
+    if c is not None:
+        alpha, beta, identity = scalars
+        product = alpha * product + beta * c.float() + identity * torch.eye(out.shape[1], device=DEVICE)
+    out.copy_(product)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "tiles"),
+    [
+        ((9, 0), torch.float16, (SMALL, WIDE, QUARTERS)),
+        ((9, 0), torch.bfloat16, (SMALL, WIDE, QUARTERS)),
+        ((8, 0), torch.float16, (POINTERS,)),
+        ((8, 0), torch.float32, (POINTERS_FP32,)),
+        ((9, 0), torch.float32, (POINTERS_FP32,)),
+    ],
+    ids=["hopper-fp16", "hopper-bf16", "ampere-fp16", "ampere-fp32", "hopper-fp32"],
+)
+def test_the_trial_at_start_covers_every_tile_in_every_kind_of_product(
+    capability: tuple[int, int], dtype: torch.dtype, tiles: tuple[Tile, ...]
+) -> None:
+    tried = set()
+
+    def multiply(a: Tensor, b: Tensor, c: Tensor | None, *rest: Any) -> None:
+        tried.add((rest[-1], rest[-2], c is not None))
+        by_torch(a, b, c, *rest)
+
+    assert trial_on(capability, dtype, multiply) is None
+    kinds = [(tile, symmetric, with_c) for tile in tiles for symmetric, with_c in ((True, False), (True, True))]
+    kinds += [(tile, False, False) for tile in tiles if not tile.quarters]
+    assert tried == set(kinds)
+
+
+@pytest.mark.parametrize("tile", [SMALL, WIDE, QUARTERS], ids=["small", "wide", "quarters"])
+def test_a_single_tile_that_fails_or_is_wrong_fails_the_trial(tile: Tile) -> None:
+    def too_large(*arguments: Any) -> None:
+        if arguments[-1] == tile:
+            raise RuntimeError("out of resource: shared memory")
+        by_torch(*arguments)
+
+    def wrong(*arguments: Any) -> None:
+        by_torch(*arguments)
+        if arguments[-1] == tile:
+            arguments[3].mul_(1.2)
+
+    reason = trial_on((9, 0), torch.float16, too_large)
+    assert reason is not None and "out of resource: shared memory" in reason
+    reason = trial_on((9, 0), torch.float16, wrong)
+    assert reason is not None and "wrong here" in reason
+
+
 def test_a_descriptor_fits_aligned_storage_only() -> None:
     x = torch.empty(3, 16, 24, dtype=torch.float16)
     for view, fits in [
@@ -490,7 +572,6 @@ def test_a_descriptor_fits_aligned_storage_only() -> None:
         assert triton_backend._describable(view) == fits
         stored, transposed = triton_backend._stored(view)
         assert triton_backend._describable(stored) and (stored.mT if transposed else stored).shape == view.shape
-    assert math.gcd(8, triton_backend._GROUP) == 8
 
 
 # ---- through orthogonalize ------------------------------------------------------------------------------------------
