@@ -9,6 +9,7 @@ import importlib.util
 import itertools
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from ds_muon.orthogonalize import (
     BACKENDS,
+    COEFFICIENTS,
     NewtonSchulz,
     backends,
     newton_schulz,
@@ -27,6 +29,7 @@ from ds_muon.orthogonalize import (
     torch_backend,
 )
 from tests.unit.interpreter import may_interpret
+from tests.unit.spectra import HALF_BOUNDS, distance, half_bound, log_uniform, rank_deficient, rounded_input
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton", allow_module_level=True)
@@ -577,8 +580,8 @@ def test_a_descriptor_fits_aligned_storage_only() -> None:
 # ---- through orthogonalize ------------------------------------------------------------------------------------------
 
 
-def by_triton(dtype: torch.dtype, method: str = "gram") -> NewtonSchulz:
-    return NewtonSchulz(schedule("quintic", 5), method, dtype, 1e-15, "triton")
+def by_triton(dtype: torch.dtype, method: str = "gram", table: str = "quintic") -> NewtonSchulz:
+    return NewtonSchulz(schedule(table, 5), method, dtype, 1e-15, "triton")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -595,6 +598,43 @@ def test_orthogonalize_is_the_reference_for_every_shape_in_any_company(method: s
         assert output.shape == matrix.shape and output.dtype == dtype and torch.equal(matrix, kept)
         assert float((output.double() - expected).norm()) <= tolerance * float(expected.norm())
         assert torch.equal(orthogonalize([matrix], by_triton(dtype, method))[0], output)
+
+
+HALF = [dtype for dtype in DTYPES if dtype != torch.float32]
+# One of each form, and a tall one.
+HARD_SHAPES = [(128, 128), (96, 200), *(((512, 128), (1024, 1024), (1024, 3000), (3000, 1024)) if GPU else ())]
+
+
+@cache
+def hard(rows: int, cols: int, condition: float) -> Tensor:
+    return log_uniform(rows, cols, condition).to(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("shape", HARD_SHAPES, ids=str)
+@pytest.mark.parametrize(("table", "condition"), HALF_BOUNDS, ids=str)
+def test_the_error_of_every_table_is_under_its_bound(
+    table: str, condition: float, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    matrix = hard(*shape, condition)
+    for method in ("gram", "standard") if GPU else ("gram",):
+        (output,) = orthogonalize([matrix], by_triton(dtype, method, table))
+        error = distance(output, reference_newton_schulz(matrix, ns_coefficients=table))
+        assert error <= half_bound(table, condition, dtype), (method, error)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("shape", HARD_SHAPES, ids=str)
+@pytest.mark.parametrize("table", COEFFICIENTS)
+def test_rank_deficient_matrices_stay_within_the_same_bounds(
+    table: str, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    for matrix in rank_deficient(*shape):
+        matrix = matrix.to(DEVICE)
+        exact = reference_newton_schulz(matrix, ns_coefficients=table)
+        rounding = distance(reference_newton_schulz(rounded_input(matrix, dtype), ns_coefficients=table), exact)
+        (output,) = orthogonalize([matrix], by_triton(dtype, "gram", table))
+        assert distance(output, exact) <= half_bound(table, 1e7, dtype) + 2 * rounding
 
 
 @needs_gpu
