@@ -72,7 +72,7 @@ POINTERS = Tile(128, 128, 32, warps=8, stages=4)
 POINTERS_FP32 = Tile(128, 128, 16, warps=8, stages=3)
 
 # Most parts in which a matrix is normalized, and elements that a program handles at a time: few enough for its
-# registers to fit beside two programs of SMALL, of the other half of the batch.
+# registers to fit beside two programs of SMALL, of the other half of the batch; with padded rows, of those without a C.
 _PARTS = 1024
 _BLOCK = 2048
 
