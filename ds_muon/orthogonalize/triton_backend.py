@@ -76,6 +76,9 @@ POINTERS_FP32 = Tile(128, 128, 16, warps=8, stages=3)
 _PARTS = 1024
 _BLOCK = 2048
 
+# Rows and columns that a program of ``affine`` handles.
+_AFFINE_BLOCK = 16, 128
+
 # Of tensors that share a piece of memory, in bytes.
 _ALIGNMENT = 512
 
@@ -157,12 +160,9 @@ class TritonProducts:
     def polynomial(self, r: Tensor, triple: Triple) -> Tensor:
         a, b, c = triple
         out = self._square()
-        if c:
-            return matmul(r, r, r, alpha=c, beta=b, identity=a, symmetric=True, out=out, tile=self._symmetric)
-        out = _empty(len(r), r.shape[1], r.shape[2], r.dtype, r.device) if out is None else out
-        w = torch.mul(r, b, out=out)
-        w.diagonal(dim1=-2, dim2=-1).copy_(r.diagonal(dim1=-2, dim2=-1).float() * b + a)
-        return w
+        if c == 0:
+            return affine(r, beta=b, identity=a, out=out)
+        return matmul(r, r, r, alpha=c, beta=b, identity=a, symmetric=True, out=out, tile=self._symmetric)
 
     def product(self, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
         return matmul(a, b, out=out, tile=self._plain)
@@ -324,6 +324,26 @@ def normalize(addresses: Tensor, out: Tensor, eps: float, sums: Sequence[Tensor]
         triton_kernels.scale[(batch * parts,)](
             addresses, factors, out, numel, part_size, rows, cols, pitch, DENSE=pitch == cols, **constants
         )
+
+
+def affine(r: Tensor, *, beta: float, identity: float, out: Tensor | None = None) -> Tensor:
+    """``beta r + identity I`` in one launch, in fp32 and rounded once; allocates nothing but the result.
+
+    Args:
+        r: (batch, m, m).
+        out: the same shape, to be overwritten, with contiguous rows.
+    """
+    batch, m, _ = r.shape
+    out = _empty(batch, m, m, r.dtype, r.device) if out is None else out
+    rows, cols = _AFFINE_BLOCK
+    tiles = ceil_div(m, rows) * ceil_div(m, cols)
+    if out.numel() > 0:
+        with on(r.device):
+            triton_kernels.affine[(batch * tiles,)](
+                r, out, tiles, m, beta, identity, *r.stride(), *out.stride()[:2], ROWS=rows, COLS=cols,
+                num_warps=4, enable_fp_fusion=False,
+            )  # fmt: skip
+    return out
 
 
 def matmul(

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_muon.orthogonalize import (
     BACKENDS,
@@ -160,9 +161,12 @@ def assert_rounded(
     error = (out.double() - exact).abs()
     assert out.dtype == a.dtype and out.shape == exact.shape
     assert bool((error <= limits.eps / 2 * (exact.abs() + summed) + summed + limits.smallest_normal * limits.eps).all())
-    # Half precision: rounding at the end hides the order of summation. In fp32 K is one chain of sums, whose roundings
-    # add up at random; a vendor may cut it in pieces.
-    factor, chain = (4, math.sqrt(a.shape[-1])) if out.dtype == torch.float32 else (1.01, 1)
+    # Half precision: rounding at the end hides the order of summation. In fp32 it shows: in the interpreter, whose
+    # blocks the same kind of library multiplies, the error was at most 1.003 times torch's. On a GPU K is one chain of
+    # sums, whose roundings add up at random, where a vendor may cut it in pieces: there no tighter bound was measured.
+    factor, chain = 1.01, 1.0
+    if out.dtype == torch.float32:
+        factor, chain = (4, math.sqrt(a.shape[-1])) if GPU else (1.1, 0.1)
     allowed = factor * float((torchs.double() - exact).norm()) + chain * eps * float(exact.norm())
     assert float(error.norm()) <= allowed
 
@@ -275,6 +279,41 @@ def test_zero_gives_zero_and_nan_stays_in_its_matrix(tile: Tile, dtype: torch.dt
     assert r[0].count_nonzero() == 0 and p[0].count_nonzero() == 0
     assert r[1].isnan().any() and p[1].isnan().any()
     assert r[2].isfinite().all() and p[2].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("m", [1, 17, 64, 130, *((1000, 1024) if GPU else ())])
+def test_a_polynomial_without_a_product_is_the_plain_one_and_allocates_nothing(m: int, dtype: torch.dtype) -> None:
+    a, b = 1.5, -0.5037
+    x = unit(3, m, m + 7, dtype, False)
+    r = matmul(x, x.mT, symmetric=True)
+    plain = torch.mul(r, b)
+    plain.diagonal(dim1=-2, dim2=-1).copy_(r.diagonal(dim1=-2, dim2=-1).float() * b + a)
+    out = triton_backend._empty(3, m, m, dtype, DEVICE).fill_(torch.nan)
+    products = triton_backend.TritonProducts([out])
+    for operand in (r, r.mT.contiguous().mT):
+        made = Allocating({r.untyped_storage().data_ptr(), operand.untyped_storage().data_ptr(), out.data_ptr()})
+        products.polynomial(operand, (a, b, 0.0))  # compiles
+        with made:
+            w = products.polynomial(operand, (a, b, 0.0))
+        assert w.data_ptr() == out.data_ptr() and torch.equal(w, plain)
+        assert made.others == []
+    assert torch.equal(triton_backend.TritonProducts().polynomial(r, (a, b, 0.0)), plain)
+
+
+class Allocating(TorchDispatchMode):
+    """Notes torch's operations whose result lies in other memory than ``known``."""
+
+    def __init__(self, known: set[int]) -> None:
+        super().__init__()
+        self._known, self.others = known, list[str]()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        # The interpreter makes empty tensors, to be put where an argument lies.
+        if isinstance(result, Tensor) and result.numel() and result.untyped_storage().data_ptr() not in self._known:
+            self.others.append(str(operation))
+        return result
 
 
 # ---- the result does not depend on the batch ------------------------------------------------------------------------
@@ -402,8 +441,8 @@ def test_an_iteration_does_not_depend_on_the_batch(form: Callable[..., Tensor], 
 # ---- large batches --------------------------------------------------------------------------------------------------
 
 
-@needs_gpu
-@pytest.mark.parametrize(("tile", "dtype"), CASES)
+# On CPU memory that nobody touches costs nothing, but for address space; a GPU has to have it.
+@pytest.mark.parametrize(("tile", "dtype"), ONE_DTYPE)
 def test_offsets_beyond_2_to_the_31_are_reached(tile: Tile, dtype: torch.dtype) -> None:
     m, n, gap = 40, 72, 1 << 30
     memory = torch.empty(2 * gap + m * n, dtype=dtype, device=DEVICE)
@@ -416,13 +455,27 @@ def test_offsets_beyond_2_to_the_31_are_reached(tile: Tile, dtype: torch.dtype) 
     for tall in (False, True):
         far = spread(n, m).mT if tall else spread(m, n)
         far.copy_(x)
+        # As it lies there: what numpy multiplies for the interpreter depends on that.
+        near = x.mT.contiguous().mT if tall else x
         r = matmul(far, far.mT, symmetric=True, tile=tile)
-        assert torch.equal(r, matmul(x, x.mT, symmetric=True, tile=tile))
-        assert torch.equal(product(r, far, tile), product(r, x, tile))
+        assert torch.equal(r, matmul(near, near.mT, symmetric=True, tile=tile))
+        assert torch.equal(product(r, far, tile), product(r, near, tile))
     out = spread(m, m).zero_()
     multiply = triton_backend.multiply_descriptors if tile.descriptors else triton_backend.multiply_pointers
-    multiply(x, x.mT, None, out, (1.0, 1.0, 0.0), True, tile)
+    multiply(near, near.mT, None, out, (1.0, 1.0, 0.0), True, tile)
     assert torch.equal(out, r)
+
+
+def test_a_normalized_matrix_beyond_2_to_the_31_lies_where_it_should() -> None:
+    batch, rows, cols, pitch = 3, 4, 8, 1 << 28
+    memory = torch.empty((batch * rows - 1) * pitch + cols, dtype=torch.float16, device=DEVICE)
+    out = memory.as_strided((batch, rows, cols), (rows * pitch, pitch, 1))
+    matrices = [gaussian(rows, cols, seed=index) for index in range(batch)]
+    addresses = torch.tensor([matrix.data_ptr() for matrix in matrices], device=DEVICE)
+    layout = triton_backend._Layout(batch, rows, cols, torch.float16, squares=0)
+    _, _, *sums = layout.tensors(torch.empty(layout.nbytes, dtype=torch.uint8, device=DEVICE))
+    triton_backend.normalize(addresses, out, 1e-15, sums)
+    assert torch.equal(out, normalized(matrices, torch.float16))
 
 
 # ---- choice of the tile ---------------------------------------------------------------------------------------------

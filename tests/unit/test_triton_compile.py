@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -48,7 +49,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Usage:
-    """What the compiler made of it. ``stack`` holds spilled registers; bytes per thread."""
+    """What the compiler made of it. ``stack`` holds spilled registers; bytes per thread. ``fused``: multiply-adds."""
 
     registers: int
     stack: int
@@ -56,6 +57,7 @@ class Usage:
     wgmma: bool
     tensor_cores: bool
     tma_stores: int
+    fused: bool
 
 
 def cases() -> Iterator[Case]:
@@ -120,6 +122,23 @@ def compile_normalization(case: NormalizationCase) -> Usage:
     return compile_kernel(kernel, signature, constants, attributes, case.arch, NORMALIZATION_WARPS, 3)
 
 
+AFFINE = list(itertools.product((80, 90), ("fp16", "bf16", "fp32"), (True, False)))
+
+
+def compile_affine(case: tuple[int, str, bool]) -> Usage:
+    """By architecture, dtype, and whether sizes and strides are multiples of 16."""
+    from ds_muon.orthogonalize import triton_backend, triton_kernels
+
+    (arch, dtype, even), kernel = case, triton_kernels.affine
+    rows, cols = triton_backend._AFFINE_BLOCK
+    constants = {"ROWS": rows, "COLS": cols, "r_col": 1}
+    signature = {"r": f"*{dtype}", "out": f"*{dtype}", "beta": "fp32", "identity": "fp32"}
+    free = {"beta", "identity", "tiles", *constants}
+    aligned = [name not in free and (even or name in ("r", "out")) for name in kernel.arg_names]
+    attributes = {(i,): [["tt.divisibility", 16]] for i, found in enumerate(aligned) if found}
+    return compile_kernel(kernel, signature, constants, attributes, arch, 4, 3, enable_fp_fusion=False)
+
+
 def compile_case(case: Case) -> Usage:
     from ds_muon.orthogonalize import triton_backend, triton_kernels
 
@@ -166,6 +185,7 @@ def compile_kernel(
     arch: int,
     warps: int,
     stages: int,
+    **options: Any,
 ) -> Usage:
     """``signature``: types of arguments, i32 unless given."""
     import triton
@@ -176,7 +196,7 @@ def compile_kernel(
     compiled = triton.compile(
         ASTSource(kernel, signature, constants, attributes),
         target=GPUTarget("cuda", arch, 32),
-        options={"num_warps": warps, "num_stages": stages},
+        options={"num_warps": warps, "num_stages": stages, **options},
     )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
@@ -195,18 +215,19 @@ def compile_kernel(
         wgmma="wgmma.mma_async" in ptx,
         tensor_cores="mma" in ptx,
         tma_stores=ptx.count("cp.async.bulk.tensor.3d.global.shared"),
+        fused="fma.rn.f32" in ptx,
     )
 
 
 @pytest.fixture(scope="module")
-def usages() -> dict[Case | NormalizationCase, Usage]:
+def usages() -> dict[Any, Usage]:
     """Compiled in a process of its own: the interpreter may have taken over Triton in this one."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     run = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr[-5000:]
     found = json.loads(run.stdout.splitlines()[-1])
-    return {case: Usage(**usage) for case, usage in zip([*CASES, *NORMALIZATION], found, strict=True)}
+    return {case: Usage(**usage) for case, usage in zip([*CASES, *NORMALIZATION, *AFFINE], found, strict=True)}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -234,7 +255,7 @@ def test_half_precision_runs_on_tensor_cores_and_fp32_does_not(case: Case, usage
 
 @pytest.mark.parametrize("case", NORMALIZATION, ids=str)
 def test_the_normalization_fits_beside_two_programs_of_the_small_tile(
-    case: NormalizationCase, usages: dict[Case | NormalizationCase, Usage]
+    case: NormalizationCase, usages: dict[Any, Usage]
 ) -> None:
     from ds_muon.orthogonalize.triton_backend import SMALL
 
@@ -255,6 +276,14 @@ def test_the_normalization_fits_beside_two_programs_of_the_small_tile(
         assert shared + usage.shared + RESERVED <= SHARED[90]
 
 
+@pytest.mark.parametrize("case", AFFINE, ids=str)
+def test_the_polynomial_without_a_product_rounds_its_product_before_the_sum(
+    case: tuple[int, str, bool], usages: dict[Any, Usage]
+) -> None:
+    # As torch's operations do, bit for bit.
+    assert usages[case].stack == 0 and not usages[case].fused
+
+
 def allocated(registers: int, warps: int) -> int:
     """Registers that a program takes: threads get multiples of eight."""
     return -(-registers // 8) * 8 * 32 * warps
@@ -263,4 +292,5 @@ def allocated(registers: int, warps: int) -> int:
 if __name__ == "__main__":
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         done = [*pool.map(compile_case, CASES), *pool.map(compile_normalization, NORMALIZATION)]
+        done += pool.map(compile_affine, AFFINE)
         print(json.dumps([asdict(usage) for usage in done]))
