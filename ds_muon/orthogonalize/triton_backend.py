@@ -77,7 +77,7 @@ _PARTS = 1024
 _BLOCK = 2048
 
 # Rows and columns that a program of ``affine`` handles.
-_AFFINE_BLOCK = 16, 128
+_AFFINE_BLOCK = 8, 128
 
 # Of tensors that share a piece of memory, in bytes.
 _ALIGNMENT = 512
