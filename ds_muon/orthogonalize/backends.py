@@ -84,8 +84,10 @@ def problem(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
 
 def _not_for(device: torch.device) -> str | None:
     """Why no kernel can run on the device, whatever is installed."""
-    if device.type != "cuda" or not torch.cuda.is_available():
+    if device.type != "cuda":
         return f"Triton needs a GPU, and this is {device.type}"
+    if not torch.cuda.is_available():
+        return "Triton needs a GPU, and torch finds none"
     if torch.version.hip:
         return "the Triton kernels are for NVIDIA GPUs, and this is an AMD one"
     if torch.cuda.get_device_capability(device) < (8, 0):
@@ -112,8 +114,8 @@ def _trial(device: torch.device, dtype: torch.dtype) -> str | None:
 
     The matrices are wide and go through the Gram form with each tile that training may use on this device: plain
     products, symmetric ones, and those with a C. So a C compiler that is missing, or a tile that takes more shared
-    memory or registers than there are, shows before training, and what is compiled here training uses. It compiles
-    more for tall matrices: the same tiles with operands transposed.
+    memory or registers than there are, shows before training, and what is compiled here training uses. Training
+    compiles more for tall matrices: the same tiles with operands transposed.
 
     Raises:
         torch.OutOfMemoryError: or another error that says so. Nothing is remembered then: it may pass. It is not taken
