@@ -6,6 +6,9 @@ from typing import Literal
 
 Extra = Literal["mpi", "plot", "triton"]
 
+# As in pyproject.toml. torch may have brought an older one.
+OLDEST_TRITON = (3, 4)
+
 
 def how_to_install(extra: Extra) -> str:
     """A command line. In quotes, for in zsh brackets are a pattern."""

@@ -4,26 +4,31 @@ All of them orthogonalize the same fp32 matrices, each time right behind a large
 yardstick: a card that is hot or shared is so for all. Two times are taken. In a training step, what the host launches
 waits in a queue behind other work: the first is from the end of that matmul until the device is done, and holds host
 time only where launching takes longer than the work. The second, taken after all of the first, is of a call on an idle
-device until that is done. Memory is the most that a call has allocated at a time, its result included.
+device until that is done. Memory is the most that a call has allocated at a time, its result included. In each round
+the order is another, shuffled with a fixed seed, so that nobody always follows the same neighbour.
+
+An optimizer has separate matrices. Peers that take a batch pay for stacking them, as in the optimizers of their users;
+what torch.stack alone takes, behind the matmul in the same rounds, stands beside their times, to be subtracted.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ds_muon.bench.chart import draw_bars
 from ds_muon.bench.clock import YARDSTICK, Yardstick, milliseconds
-from ds_muon.bench.peers import PEERS
+from ds_muon.bench.peers import PEERS, Orthogonalize, Stacked, stack
 from ds_muon.orthogonalize import (
     BACKENDS,
     NewtonSchulz,
@@ -45,8 +50,8 @@ GPU_SHAPES = (
 )
 CPU_SHAPES = ((4, 64, 64), (4, 64, 256), (1, 128, 128))
 _WARMUP = 3
-
-Orthogonalize = Callable[[Sequence[Tensor]], object]
+_STACK = "torch.stack alone"
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ class Timing:
         over_floor: ``ms`` over the time of as many operations at the rate of the matmuls right before.
         error: relative Frobenius error of the first matrix against fp64.
         peak_bytes: the most that a call allocates, beside what CUDA graphs of others keep; None on CPU.
+        stack_ms: what of ``ms`` torch.stack alone takes; None for those that take separate matrices.
         problem: why it cannot run here; None if it can.
     """
 
@@ -71,6 +77,7 @@ class Timing:
     over_floor: float | None = None
     error: float | None = None
     peak_bytes: int | None = None
+    stack_ms: float | None = None
     problem: str | None = None
 
 
@@ -171,15 +178,10 @@ def measure(
                 ready[name] = function
             except Exception as error:  # whatever a kernel makes of this shape or device
                 problems[name] = (str(error) or type(error).__name__).splitlines()[0]
-        behind: dict[str, list[tuple[float, float]]] = {name: [] for name in ready}
-        alone: dict[str, list[float]] = {name: [] for name in ready}
+        stacked = any(isinstance(function, Stacked) for function in ready.values())
         # In a row: a device that idles in between cools down, and the matmul is faster than in training.
-        for _ in range(rounds):
-            for name, function in ready.items():
-                behind[name].append(matmul.before(partial(function, matrices)))
-        for _ in range(rounds):
-            for name, function in ready.items():
-                alone[name].append(milliseconds(partial(function, matrices), device))
+        behind = _take_turns(matmul.before, {**ready, **({_STACK: stack} if stacked else {})}, matrices, rounds)
+        alone = _take_turns(partial(milliseconds, device=device), ready, matrices, rounds)
         peaks = {name: _peak_bytes(partial(function, matrices), device) for name, function in ready.items()}
         flops = batch * floor_flops(rows, cols)
         timings = []
@@ -190,10 +192,27 @@ def measure(
             yardstick, ms = (statistics.median(column) for column in zip(*behind[name], strict=True))
             over_floor = 1e-3 * ms * matmul.rate(yardstick) / flops
             call_ms = statistics.median(alone[name])
-            timings.append(Timing(name, ms, call_ms, flops / ms / 1e9, over_floor, errors[name], peaks[name]))
+            stack_ms = statistics.median(ms for _, ms in behind[_STACK]) if isinstance(ready[name], Stacked) else None
+            timings.append(Timing(name, ms, call_ms, flops / ms / 1e9, over_floor, errors[name], peaks[name], stack_ms))
         every = [yardstick for pairs in behind.values() for yardstick, _ in pairs]
         rate = matmul.rate(statistics.median(every)) if every else 0.0
         yield Row(batch, rows, cols, rate / 1e12, tuple(timings))
+
+
+def _take_turns(
+    clock: Callable[[Callable[[], object]], _T],
+    functions: Mapping[str, Orthogonalize],
+    matrices: Sequence[Tensor],
+    rounds: int,
+) -> dict[str, list[_T]]:
+    """What ``clock`` says of each function in every round. The order is shuffled in each, and the same in every run."""
+    shuffle, order = random.Random(0).shuffle, list(functions)
+    times: dict[str, list[_T]] = {name: [] for name in functions}
+    for _ in range(rounds):
+        shuffle(order)
+        for name in order:
+            times[name].append(clock(partial(functions[name], matrices)))
+    return times
 
 
 def _peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
@@ -239,7 +258,7 @@ def run(
         print("\n".join(_lines(row)), flush=True)
     if json_file is not None:
         settings = {"device": name, "torch": torch.__version__, "dtype": dtype, "rounds": rounds}
-        json_file.write_text(json.dumps({**settings, "rows": [asdict(row) for row in done]}, indent=1) + "\n")
+        json_file.write_text(json.dumps({**settings, "rows": [_as_json(row) for row in done]}, indent=1) + "\n")
         print(f"numbers: {json_file}")
     if chart is not None:
         series = {t.name: [_over_floor(row, t.name) for row in done] for t in done[0].timings}
@@ -247,6 +266,10 @@ def run(
         draw_bars(chart, f"Five Newton-Schulz steps, {name}, ours in {dtype}", "time over the floor", titles, series)
         print(f"chart: {chart}")
     return 0
+
+
+def _as_json(row: Row) -> dict[str, Any]:
+    return {**asdict(row), "lead": row.lead, "call_lead": row.call_lead}
 
 
 def _over_floor(row: Row, name: str) -> float | None:
@@ -263,4 +286,6 @@ def _lines(row: Row) -> Iterator[str]:
         else:
             rates = f"{t.tflops:8.3g} TFLOP/s {t.over_floor:8.2f} x floor"
             memory = "" if t.peak_bytes is None else f"{t.peak_bytes / 2**20:8.0f} MiB"
-            yield f"    {t.name:32} {t.ms:8.3f} ms {rates} {t.call_ms:8.3f} ms a call{memory}   error {t.error:.1e}"
+            stacking = "" if t.stack_ms is None else f"   of it stacking {t.stack_ms:.3f} ms"
+            call = f"{t.call_ms:8.3f} ms a call{memory}"
+            yield f"    {t.name:32} {t.ms:8.3f} ms {rates} {call}   error {t.error:.1e}{stacking}"

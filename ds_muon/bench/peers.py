@@ -1,16 +1,33 @@
 """Other people's Newton-Schulz, each as its users call it; what is not installed raises when it is loaded.
 
-All of them take the list of matrices, as ours does. Those that know batches get one batch, whose stacking counts.
+All of them take the list of matrices, as ours does. Those that know batches get one batch, whose stacking counts: an
+optimizer has separate matrices, and those of their users stack them, too. ``Stacked`` tells which they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 Orthogonalize = Callable[[Sequence[Tensor]], object]
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Takes matrices, and gives ``function`` one batch of them."""
+
+    function: Callable[[Tensor], object]
+
+    def __call__(self, matrices: Sequence[Tensor]) -> object:
+        return self.function(stack(matrices))
+
+
+def stack(matrices: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(matrices))
+
 
 _QUINTIC = [[3.4445, -4.7750, 2.0315]] * 5
 
@@ -45,12 +62,12 @@ def _gram_newton_schulz(kernels: bool) -> Callable[[], Orthogonalize]:
         _compile_each_shape()
         function = GramNewtonSchulz(ns_coefficients=_QUINTIC, ns_use_kernels=kernels)
 
-        def run(matrices: Sequence[Tensor]) -> object:
-            if kernels and min(matrices[0].shape) < SYMMETRIC_KERNEL_TILE_SIZE:
+        def run(batch: Tensor) -> object:
+            if kernels and min(batch.shape[1:]) < SYMMETRIC_KERNEL_TILE_SIZE:
                 raise ValueError(f"without kernels for sides below {SYMMETRIC_KERNEL_TILE_SIZE}")
-            return function(torch.stack(list(matrices)))
+            return function(batch)
 
-        return run
+        return Stacked(run)
 
     return load
 
@@ -62,12 +79,11 @@ def _emerging_optimizers(symmetric: bool) -> Callable[[], Orthogonalize]:
         from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz
         from emerging_optimizers.utils import fp32_matmul_precision
 
-        def run(matrices: Sequence[Tensor]) -> object:
+        def run(batch: Tensor) -> object:
             with fp32_matmul_precision("medium"):
-                batch = torch.stack(list(matrices))
                 return newton_schulz(batch, steps=5, coefficient_type="simple", use_syrk=symmetric)
 
-        return run
+        return Stacked(run)
 
     return load
 
@@ -76,7 +92,7 @@ def _dion() -> Orthogonalize:
     """Five steps as well, but of coefficients of its own that cannot be set: its error here is that difference."""
     from dion.newton_schulz_triton import newton_schulz_triton
 
-    return lambda matrices: newton_schulz_triton(torch.stack(list(matrices)))
+    return Stacked(newton_schulz_triton)
 
 
 PEERS: dict[str, Callable[[], Orthogonalize]] = {

@@ -107,8 +107,9 @@ def orthogonalize(matrices: Sequence[Tensor], settings: NewtonSchulz) -> list[Te
         One (rows, cols) tensor of dtype ``settings.dtype`` per input, in order: together a copy of all inputs in that
         dtype. A zero matrix gives exact zeros.
 
-    The result of a matrix does not depend on what shares its batch: on CPU and in fp32 every matrix is a batch of its
-    own; in half precision on GPUs that rests on the vendor's batched product (see the README for where it holds).
+    The result of a matrix does not depend on what shares its batch. The Triton backend sums in one order for any batch.
+    With torch every matrix is a batch of its own on CPU and in fp32; in half precision on GPUs it rests on the vendor's
+    batched product and sum (see the README for where it holds).
     """
     outputs: dict[int, Tensor] = {}
     compact = BACKENDS[settings.backend]().compact

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -10,7 +11,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from ds_muon.extras import how_to_install
+from ds_muon.extras import OLDEST_TRITON, how_to_install
 from ds_muon.orthogonalize.newton_schulz import Backend, Iteration, Operations, gram, passes, squares
 from ds_muon.orthogonalize.torch_backend import TorchOperations, exact_products
 
@@ -19,6 +20,12 @@ _LOGGER = logging.getLogger(__name__)
 
 @cache
 def _triton() -> Backend:
+    """Raises ``ImportError`` for a Triton that is too old, which lacks descriptors made on the host."""
+    import triton
+
+    if tuple(int(number) for number in re.findall(r"\d+", triton.__version__)[:2]) < OLDEST_TRITON:
+        oldest = ".".join(map(str, OLDEST_TRITON))
+        raise ImportError(f"version {triton.__version__} is installed, and {oldest} or newer is needed")
     from ds_muon.orthogonalize.triton_backend import TritonBackend
 
     return TritonBackend()
@@ -31,17 +38,25 @@ def choose_backend(ns_backend: str, device: torch.device, dtype: torch.dtype) ->
     """The name in ``BACKENDS`` that ``ns_backend`` stands for, for an iteration in ``dtype`` on ``device``.
 
     ``"auto"`` is Triton on Hopper GPUs in half precision, where it was measured, and torch elsewhere: in fp32 because
-    that is faster. Where Triton would be expected and cannot be used, the reason is logged, once.
+    that is faster. Why it is torch on a GPU is logged once: as a warning where Triton was expected and cannot be used,
+    at INFO where it is not tried. On CPU nothing is logged.
 
     Raises:
         ValueError: an unknown backend, or one that cannot run on ``device``, with the reason.
+        torch.OutOfMemoryError: there was no memory to try Triton, or another error that says so.
     """
     if ns_backend == "auto":
-        if device.type == "cpu" or dtype == torch.float32 or not _is_hopper(device):
+        reason = _why_not_tried(device, dtype)
+        if reason is not None:
+            if device.type != "cpu":
+                _log_once(logging.INFO, f"Newton-Schulz runs on torch's products: {reason}")
             return "torch"
         reason = problem("triton", device, dtype)
         if reason is not None:
-            _log_once(f"Newton-Schulz runs on torch's products, which take up to twice as long as Triton's: {reason}")
+            _log_once(
+                logging.WARNING,
+                f"Newton-Schulz runs on torch's products, which take up to twice as long as Triton's: {reason}",
+            )
         return "triton" if reason is None else "torch"
     if ns_backend not in BACKENDS:
         raise ValueError(f"ns_backend = {ns_backend!r}: choose one of {sorted(['auto', *BACKENDS])}")
@@ -52,17 +67,14 @@ def choose_backend(ns_backend: str, device: torch.device, dtype: torch.dtype) ->
 
 
 def problem(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why a backend cannot run in ``dtype`` on a device; None if it can."""
+    """Why a backend cannot run in ``dtype`` on a device; None if it can. Raises what ``_trial`` raises."""
     if name not in BACKENDS:
         return "there is no such backend here"
     if name != "triton":
         return None
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return f"Triton needs a GPU, and this is {device.type}"
-    if torch.version.hip:
-        return "the Triton kernels are for NVIDIA GPUs, and this is an AMD one"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return f"Triton needs compute capability 8.0, and {torch.cuda.get_device_name(device)} has less"
+    reason = _not_for(device)
+    if reason is not None:
+        return reason
     if find_spec("triton") is None:
         return f"Triton is not installed: {how_to_install('triton')}"
     if torch.cuda.is_current_stream_capturing():
@@ -70,17 +82,44 @@ def problem(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     return _trial(device, dtype)
 
 
-def _is_hopper(device: torch.device) -> bool:
-    if device.type != "cuda" or not torch.cuda.is_available() or torch.version.hip:
-        return False
-    return torch.cuda.get_device_capability(device)[0] == 9
+def _not_for(device: torch.device) -> str | None:
+    """Why no kernel can run on the device, whatever is installed."""
+    if device.type != "cuda":
+        return f"Triton needs a GPU, and this is {device.type}"
+    if not torch.cuda.is_available():
+        return "Triton needs a GPU, and torch finds none"
+    if torch.version.hip:
+        return "the Triton kernels are for NVIDIA GPUs, and this is an AMD one"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"Triton needs compute capability 8.0, and {torch.cuda.get_device_name(device)} has less"
+    return None
+
+
+def _why_not_tried(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why ``"auto"`` does not so much as try Triton; None where it does."""
+    reason = _not_for(device)
+    if reason is not None:
+        return reason
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        name = torch.cuda.get_device_name(device)
+        return (
+            f'the Triton kernels were measured on Hopper GPUs only, and this is {name}; ns_backend "triton" runs them'
+        )
+    return "they are faster than Triton's in fp32" if dtype == torch.float32 else None
 
 
 @cache
 def _trial(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why Triton fails on two small matrices here; None if it does not. Compiles kernels the first time on a machine.
 
-    Whatever the reason is, an old Triton, no C compiler or too little shared memory, it shows before training.
+    The matrices are wide and go through the Gram form with each tile that training may use on this device: plain
+    products, symmetric ones, and those with a C. So a C compiler that is missing, or a tile that takes more shared
+    memory or registers than there are, shows before training, and what is compiled here training uses. Training
+    compiles more for tall matrices: the same tiles with operands transposed.
+
+    Raises:
+        torch.OutOfMemoryError: or another error that says so. Nothing is remembered then: it may pass. It is not taken
+            for a fault of Triton, for one rank would quietly go on with torch; to raise stops all of them.
     """
     generator = torch.Generator().manual_seed(0)
     matrices = list(torch.randn(2, 64, 160, generator=generator).to(device).unbind())
@@ -95,18 +134,21 @@ def _trial(device: torch.device, dtype: torch.dtype) -> str | None:
         return result.to(torch.float32, copy=True)  # not what it lies in
 
     try:
-        ops = _triton()
-        # Launched, captured in a graph, replayed: nothing is kept, so the memory to work in is the same every time.
-        by(ops, dtype)
-        by(ops, dtype)
-        found = by(ops, dtype)
         with exact_products():
             expected = by(TorchOperations(), torch.float32)
-        error = float((found - expected).norm() / expected.norm())
-        ops.release()
+        errors = []
+        for ops in _triton().for_trial(device, dtype):
+            # Launched, captured in a graph, replayed: nothing is kept, so the memory to work in is the same every time.
+            by(ops, dtype)
+            by(ops, dtype)
+            errors.append(float((by(ops, dtype) - expected).norm() / expected.norm()))
     except Exception as caught:
+        if isinstance(caught, torch.OutOfMemoryError) or "out of memory" in str(caught):
+            raise
         return f"Triton cannot be used: {caught}"
-    return None if error <= 0.06 else f"Triton's products are wrong here, by {error:.1e}"
+    # NaN is not within any bound.
+    worst = next((error for error in errors if not error <= 0.06), None)
+    return None if worst is None else f"Triton's products are wrong here, by {worst:.1e}"
 
 
 def release() -> None:
@@ -116,5 +158,5 @@ def release() -> None:
 
 
 @cache
-def _log_once(message: str) -> None:
-    _LOGGER.warning(message)
+def _log_once(level: int, message: str) -> None:
+    _LOGGER.log(level, message)

@@ -1,4 +1,4 @@
-"""The Newton-Schulz iteration, written over three batched operations.
+"""The Newton-Schulz iteration, written over four batched operations.
 
 Both forms apply the same polynomial to the singular values of X. ``standard`` multiplies X in every step. ``gram``
 (Dao-AILab, gram-newton-schulz, 2026) iterates on the small Gram matrix R = X X^T and multiplies X only where it
@@ -103,6 +103,9 @@ class Backend(Protocol):
     def release(self) -> None:
         """Forget what is kept from one ``run`` to the next."""
 
+    def for_trial(self, device: torch.device, dtype: torch.dtype) -> Sequence[Backend]:
+        """Backends that among them use each way of computing a product that this one may choose there."""
+
 
 def standard(x: Tensor, triples: Sequence[Triple], ops: Operations, other: Tensor | None = None) -> Tensor:
     """``X <- (a I + b R + c R^2) X`` with ``R = X X^T``, once per triple.
@@ -180,13 +183,14 @@ def flops(rows: int, cols: int, triples: Sequence[Triple], dtype: torch.dtype, m
     """Floating-point operations of one matrix when symmetric products compute one triangle.
 
     The measure by which work is balanced over ranks: at five steps ``20 m^3`` for a square and, with one restart,
-    ``14 m^3 + 6 m^2 n`` for a wide or tall matrix.
+    ``14 m^3 + 6 m^2 n`` for a wide or tall matrix; less ``m^3`` for each triple with c = 0, which needs no ``R^2``.
     """
     m, n = sorted((rows, cols))
+    polynomials = sum(c != 0 for _, _, c in triples) * m**3
     if uses_gram(rows, cols, method):
         blocks = len(restart_blocks(triples, dtype))
-        return (4 * len(triples) - 3 * blocks) * m**3 + 3 * blocks * m * m * n
-    return len(triples) * (m**3 + 3 * m * m * n)
+        return polynomials + 3 * (len(triples) - blocks) * m**3 + 3 * blocks * m * m * n
+    return polynomials + 3 * len(triples) * m * m * n
 
 
 def uses_gram(rows: int, cols: int, method: str) -> bool:

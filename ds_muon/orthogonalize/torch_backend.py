@@ -34,6 +34,9 @@ class TorchOperations:
     def release(self) -> None:
         """Nothing is kept."""
 
+    def for_trial(self, device: torch.device, dtype: torch.dtype) -> Sequence[TorchOperations]:
+        return [self]
+
     def symmetric(self, a: Tensor, b: Tensor) -> Tensor:
         return torch.bmm(a, b)
 
@@ -64,7 +67,7 @@ def normalize(matrices: Sequence[Tensor], dtype: torch.dtype, eps: float) -> Ten
     batch, tiny = torch.stack(list(matrices)), torch.finfo(torch.float32).tiny
     magnitude = torch.linalg.vector_norm(batch, ord=float("inf"), dim=(-2, -1), keepdim=True)
     batch.div_(magnitude.clamp_min(tiny))
-    # Summed in fp64 and rounded once, the norm is the same for any order of summation: a batch may choose its own.
+    # A batch may choose its own order of summation. In fp64, rounded once, that all but never shows in the norm.
     norm = torch.linalg.vector_norm(batch, dim=(-2, -1), keepdim=True, dtype=torch.float64).to(torch.float32)
     # After the first division the norm of anything but zero is at least 1, far above eps.
     return batch.div_(norm.clamp_min(max(eps, tiny))).to(dtype)

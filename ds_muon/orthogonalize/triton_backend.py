@@ -1,6 +1,6 @@
 """The operations in Triton: one launch for a whole batch, and half the work for a symmetric product.
 
-Import this module only where Triton is installed.
+Import this module only where Triton is installed, ``OLDEST_TRITON`` or newer.
 
 The result of a matrix does not depend on its batch: every tile accumulates in fp32 along all of K, upwards, and ends in
 the same expression (``triton_kernels``). ``choose_tile`` may therefore look at the batch without changing a bit.
@@ -16,17 +16,13 @@ from itertools import accumulate, cycle
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ds_muon.launching import addresses_of, ceil_div, on
 from ds_muon.orthogonalize import triton_kernels
 from ds_muon.orthogonalize.coefficients import Triple
 from ds_muon.orthogonalize.graphs import GraphCache, overlapped
 from ds_muon.orthogonalize.newton_schulz import Iteration
-
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # an older Triton: every tile goes through pointers
-    TensorDescriptor = None
 
 
 @dataclass(frozen=True)
@@ -76,15 +72,25 @@ POINTERS = Tile(128, 128, 32, warps=8, stages=4)
 POINTERS_FP32 = Tile(128, 128, 16, warps=8, stages=3)
 
 # Most parts in which a matrix is normalized, and elements that a program handles at a time: few enough for its
-# registers to fit beside two programs of SMALL, of the other half of the batch.
+# registers to fit beside two programs of SMALL, of the other half of the batch; with padded rows, of those without a C.
 _PARTS = 1024
 _BLOCK = 2048
+
+# Rows and columns that a program of ``affine`` handles.
+_AFFINE_BLOCK = 8, 128
 
 # Of tensors that share a piece of memory, in bytes.
 _ALIGNMENT = 512
 
 # Rows of blocks that are worked on together, so that they share operands in L2. A multiple of cols / rows.
 _GROUP = 8
+
+
+def tiles_for(capability: tuple[int, int], dtype: torch.dtype) -> tuple[Tile, ...]:
+    """All that ``choose_tile`` chooses from on a GPU of this compute capability."""
+    if dtype == torch.float32:
+        return (POINTERS_FP32,)
+    return (SMALL, WIDE, QUARTERS) if capability[0] == 9 else (POINTERS,)
 
 
 @lru_cache(maxsize=1024)
@@ -103,10 +109,9 @@ def choose_tile(
 
     Compares the time of the busiest multiprocessor, in units of one 128 x 128 block with a multiprocessor of its own.
     """
-    if dtype == torch.float32:
-        return POINTERS_FP32
-    if capability[0] != 9 or TensorDescriptor is None:
-        return POINTERS
+    only, *others = tiles_for(capability, dtype)
+    if not others:
+        return only
     # Two small blocks share a multiprocessor at half the speed each. A wide block is faster than the two small ones
     # that it replaces where the operands of small ones overrun L2.
     longest = max(m, k) if symmetric else max(m, n, k)
@@ -138,29 +143,29 @@ class TritonProducts:
     Args:
         squares: memory for (batch, m, m) results, as ``_empty`` makes it, to be overwritten in turns. None: each result
             gets its own.
+        tile: for every product; by ``choose_tile`` unless given.
     """
 
-    def __init__(self, squares: Sequence[Tensor] | None = None) -> None:
+    def __init__(self, squares: Sequence[Tensor] | None = None, tile: Tile | None = None) -> None:
         self._squares = None if squares is None else cycle(squares)
+        self._symmetric = tile
+        self._plain = tile and replace(tile, quarters=False)
 
     def _square(self) -> Tensor | None:
         return None if self._squares is None else next(self._squares)
 
     def symmetric(self, a: Tensor, b: Tensor) -> Tensor:
-        return matmul(a, b, symmetric=True, out=self._square())
+        return matmul(a, b, symmetric=True, out=self._square(), tile=self._symmetric)
 
     def polynomial(self, r: Tensor, triple: Triple) -> Tensor:
         a, b, c = triple
         out = self._square()
-        if c:
-            return matmul(r, r, r, alpha=c, beta=b, identity=a, symmetric=True, out=out)
-        out = _empty(len(r), r.shape[1], r.shape[2], r.dtype, r.device) if out is None else out
-        w = torch.mul(r, b, out=out)
-        w.diagonal(dim1=-2, dim2=-1).copy_(r.diagonal(dim1=-2, dim2=-1).float() * b + a)
-        return w
+        if c == 0:
+            return affine(r, beta=b, identity=a, out=out)
+        return matmul(r, r, r, alpha=c, beta=b, identity=a, symmetric=True, out=out, tile=self._symmetric)
 
     def product(self, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-        return matmul(a, b, out=out)
+        return matmul(a, b, out=out, tile=self._plain)
 
     def step(self, r: Tensor, triple: Triple, x: Tensor, out: Tensor | None = None) -> Tensor:
         if x.dtype != torch.float32:
@@ -171,12 +176,17 @@ class TritonProducts:
 
 
 class TritonBackend:
-    """See ``newton_schulz.Backend``. A batch is worked on in one piece of memory, which its result keeps alive."""
+    """See ``newton_schulz.Backend``. A batch is worked on in one piece of memory, which its result keeps alive.
+
+    Args:
+        tile: see ``TritonProducts``.
+    """
 
     compact = False
 
-    def __init__(self) -> None:
+    def __init__(self, tile: Tile | None = None) -> None:
         self._graphs = GraphCache()
+        self._tile = tile
 
     def alone(self, device: torch.device, dtype: torch.dtype) -> bool:
         return False
@@ -192,7 +202,7 @@ class TritonBackend:
         memory = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
 
         def work(addresses: Tensor, memory: Tensor) -> None:
-            _orthogonalize(addresses, layout, memory, aligned, iteration)
+            _orthogonalize(addresses, layout, memory, aligned, iteration, self._tile)
 
         key = (iteration.key, device, layout, aligned, iteration.eps)
         self._graphs.run(key, addresses, memory, work, iteration.flops)
@@ -200,6 +210,9 @@ class TritonBackend:
 
     def release(self) -> None:
         self._graphs.clear()
+
+    def for_trial(self, device: torch.device, dtype: torch.dtype) -> Sequence[TritonBackend]:
+        return [TritonBackend(tile) for tile in tiles_for(_properties(device)[1], dtype)]
 
 
 @dataclass(frozen=True)
@@ -258,7 +271,9 @@ def _layout(batch: int, rows: int, cols: int, dtype: torch.dtype, squares: int) 
     return _Layout(batch, rows, cols, dtype, squares)
 
 
-def _orthogonalize(addresses: Tensor, layout: _Layout, memory: Tensor, aligned: bool, iteration: Iteration) -> None:
+def _orthogonalize(
+    addresses: Tensor, layout: _Layout, memory: Tensor, aligned: bool, iteration: Iteration, tile: Tile | None
+) -> None:
     """Normalize the matrices at ``addresses`` and iterate on them, in ``memory``; see ``newton_schulz.Backend.run``."""
     tall = layout.rows > layout.cols
 
@@ -268,7 +283,7 @@ def _orthogonalize(addresses: Tensor, layout: _Layout, memory: Tensor, aligned: 
         # The passes write to both in turns, and the last one to the result.
         x, other = (other, result) if iteration.passes % 2 else (result, other)
         normalize(addresses, x, iteration.eps, sums, aligned=aligned)
-        return TritonProducts(squares), x.mT if tall else x, other.mT if tall else other
+        return TritonProducts(squares, tile), x.mT if tall else x, other.mT if tall else other
 
     def multiply(ready: tuple[TritonProducts, Tensor, Tensor]) -> None:
         iteration.iterate(*ready)
@@ -309,6 +324,26 @@ def normalize(addresses: Tensor, out: Tensor, eps: float, sums: Sequence[Tensor]
         triton_kernels.scale[(batch * parts,)](
             addresses, factors, out, numel, part_size, rows, cols, pitch, DENSE=pitch == cols, **constants
         )
+
+
+def affine(r: Tensor, *, beta: float, identity: float, out: Tensor | None = None) -> Tensor:
+    """``beta r + identity I`` in one launch, in fp32 and rounded once; allocates nothing but the result.
+
+    Args:
+        r: (batch, m, m).
+        out: the same shape, to be overwritten, with contiguous rows.
+    """
+    batch, m, _ = r.shape
+    out = _empty(batch, m, m, r.dtype, r.device) if out is None else out
+    rows, cols = _AFFINE_BLOCK
+    tiles = ceil_div(m, rows) * ceil_div(m, cols)
+    if out.numel() > 0:
+        with on(r.device):
+            triton_kernels.affine[(batch * tiles,)](
+                r, out, tiles, m, beta, identity, *r.stride(), *out.stride()[:2], ROWS=rows, COLS=cols,
+                num_warps=4, enable_fp_fusion=False,
+            )  # fmt: skip
+    return out
 
 
 def matmul(

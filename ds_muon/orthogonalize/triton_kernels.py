@@ -284,6 +284,30 @@ def matmul_pointers(
     tl.store(out + rows[:, None] * out_row + cols[None, :], x, mask=inside)
 
 
+@triton.jit(do_not_specialize=["tiles"])
+def affine(
+    r, out, tiles, m, beta, identity, r_batch, r_row, r_col, out_batch, out_row,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """``out = beta R + identity I``, one program per tile. R has any strides; rows of ``out`` are contiguous.
+
+    To be launched without fusion of operations: the product is rounded to fp32 before the sum is.
+    """
+    index = tl.program_id(0)
+    matrix = (index // tiles).to(tl.int64)
+    tile_cols = tl.cdiv(m, COLS)
+    first_row = (index % tiles // tile_cols).to(tl.int64) * ROWS
+    first_col = (index % tiles % tile_cols).to(tl.int64) * COLS
+    rows = first_row + tl.arange(0, ROWS)
+    cols = first_col + tl.arange(0, COLS)
+    inside = (rows < m)[:, None] & (cols < m)[None, :]
+    x = tl.load(r + matrix * r_batch + rows[:, None] * r_row + cols[None, :] * r_col, mask=inside, other=0.0)
+    w = _add_identity(x.to(tl.float32) * beta, first_row, first_col, identity)
+    tl.store(
+        out + matrix * out_batch + rows[:, None] * out_row + cols[None, :], w.to(out.dtype.element_ty), mask=inside
+    )
+
+
 @triton.jit
 def _matrix_and_part(pointers, index, PARTS: tl.constexpr, ALIGNED: tl.constexpr):
     """Number, first element and part of the matrix that program ``index`` works on."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ds_muon import cli
-from ds_muon.bench import clock, newton_schulz
+from ds_muon.bench import clock, newton_schulz, peers
 from ds_muon.bench.newton_schulz import Row, Timing, floor_flops, measure
-from ds_muon.orthogonalize import schedule
+from ds_muon.orthogonalize import reference_newton_schulz, schedule
 from ds_muon.orthogonalize.newton_schulz import flops
 
 CPU = torch.device("cpu")
@@ -30,8 +31,9 @@ def small_yardstick_and_known_peers(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return run
 
-    peers = {"a copy": lambda: lambda matrices: [m.clone() for m in matrices], "absent": absent, "failing": failing}
-    monkeypatch.setattr(newton_schulz, "PEERS", peers)
+    known = {"a copy": lambda: lambda matrices: [m.clone() for m in matrices], "absent": absent, "failing": failing}
+    known["a batch"] = lambda: peers.Stacked(torch.clone)
+    monkeypatch.setattr(newton_schulz, "PEERS", known)
     monkeypatch.setitem(clock.YARDSTICK, "cpu", (32, torch.float32))
 
 
@@ -49,6 +51,59 @@ def test_what_is_there_is_measured_and_what_is_not_is_said() -> None:
     work = 2 * floor_flops(8, 24)
     assert ours.tflops == pytest.approx(work / ours.ms / 1e9)
     assert ours.over_floor > 0 and ours.call_ms > 0
+
+
+def test_peers_that_take_a_batch_are_shown_what_stacking_took_of_their_time(capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = measure([(2, 8, 24)], CPU, "float32", rounds=3)
+    stacking = {timing.name: timing.stack_ms for timing in row.timings}
+    assert stacking.pop("a batch") > 0 and set(stacking.values()) == {None}
+    (line,) = [line for line in newton_schulz._lines(row) if "of it stacking" in line]
+    assert line.split()[:2] == ["a", "batch"]
+    (row,) = measure([(2, 8, 24)], CPU, "float32", rounds=1, only=["copy"])
+    assert [(timing.name, timing.stack_ms) for timing in row.timings] == [("a copy", None)]
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "newton-schulz", "--help"])
+    assert "torch.stack alone" in capsys.readouterr().out
+
+
+def _first_of(name: str, matrices: list[Tensor]) -> Tensor:
+    return matrices[0].clone()
+
+
+def test_candidates_take_turns_in_another_order_each_round_and_the_same_in_each_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order: list[str] = []
+
+    def before(self: object, call: partial[object]) -> tuple[float, float]:
+        order.append(call.args[0])
+        return 1.0, 1.0
+
+    monkeypatch.setattr(newton_schulz.Yardstick, "before", before)
+    functions = {name: partial(_first_of, name) for name in ("p0", "p1", "p2", "p3")}
+    monkeypatch.setattr(newton_schulz, "PEERS", {name: partial(functions.get, name) for name in functions})
+    runs = []
+    for _ in range(2):
+        order.clear()
+        list(measure([(2, 8, 24)], CPU, "float32", rounds=6, only=list(functions)))
+        runs.append([tuple(order[start : start + 4]) for start in range(0, 24, 4)])
+    assert runs[0] == runs[1] and len(set(runs[0])) > 1
+    assert all(set(turn) == set(functions) for turn in runs[0])
+
+
+@pytest.mark.parametrize("name", ["DeepSpeed, gram", "DeepSpeed, standard"])
+def test_the_peers_in_deepspeed_load_and_run(name: str) -> None:
+    import torch._dynamo.config as dynamo
+
+    generator = torch.Generator().manual_seed(0)
+    matrices = list(torch.randn(2, 32, 64, generator=generator).unbind())
+    # Given back: what loading changes.
+    changed = {name: getattr(dynamo, name) for name in ("automatic_dynamic_shapes", "recompile_limit")}
+    with dynamo.patch(changed), torch.compiler.set_stance("force_eager"):
+        outputs = peers.PEERS[name]()(matrices)
+    for matrix, output in zip(matrices, outputs, strict=True):
+        exact = reference_newton_schulz(matrix)
+        assert (output.double() - exact).norm() <= 0.06 * exact.norm()
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(64, 64), (64, 256), (256, 64)])
@@ -74,6 +129,9 @@ def test_the_command_writes_numbers_and_a_chart(tmp_path: Path, capsys: pytest.C
     assert cli.main(["bench", "newton-schulz", *arguments]) == 0
     found = json.loads(numbers.read_text())
     assert [(row["batch"], row["rows"], row["cols"]) for row in found["rows"]] == [(2, 8, 24), (1, 8, 8)]
+    for row in found["rows"]:
+        assert row["lead"] > 0 and row["call_lead"] > 0
+        assert all("stack_ms" in timing for timing in row["timings"])
     assert chart.read_bytes().startswith(b"\x89PNG")
     out = capsys.readouterr().out
     assert "2 x 8 x 24: matmul" in out and "x floor" in out and str(numbers) in out and str(chart) in out

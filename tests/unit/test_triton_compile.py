@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -48,7 +49,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Usage:
-    """What the compiler made of it. ``stack`` holds spilled registers; bytes per thread."""
+    """What the compiler made of it. ``stack`` holds spilled registers; bytes per thread. ``fused``: multiply-adds."""
 
     registers: int
     stack: int
@@ -56,6 +57,7 @@ class Usage:
     wgmma: bool
     tensor_cores: bool
     tma_stores: int
+    fused: bool
 
 
 def cases() -> Iterator[Case]:
@@ -76,11 +78,68 @@ def cases() -> Iterator[Case]:
 CASES = list(cases())
 
 
-def compile_case(case: Case) -> Usage:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+@dataclass(frozen=True)
+class NormalizationCase:
+    """One kernel of the normalization, of matrices that are cut into the most parts."""
 
+    kernel: str
+    arch: int
+    dtype: str
+    aligned: bool
+    dense: bool
+
+    def __str__(self) -> str:
+        aligned, dense = "-aligned" if self.aligned else "", "-dense" if self.dense else ""
+        return f"{self.kernel}-sm{self.arch}-{self.dtype}{aligned}{dense}"
+
+
+NORMALIZATION = [NormalizationCase("combine", arch, "fp32", True, True) for arch in (80, 90)]
+NORMALIZATION += [
+    NormalizationCase("measure", arch, "fp32", aligned, True) for arch in (80, 90) for aligned in (True, False)
+]
+NORMALIZATION += [
+    NormalizationCase("scale", arch, dtype, aligned, dense)
+    for arch in (80, 90)
+    for dtype in ("fp16", "bf16", "fp32")
+    for aligned, dense in ((True, True), (True, False), (False, False))
+]
+# Of combine, which is launched with Triton's own number; the others are launched with as many.
+NORMALIZATION_WARPS = 4
+
+
+def compile_normalization(case: NormalizationCase) -> Usage:
+    from ds_muon.orthogonalize import triton_backend, triton_kernels
+
+    kernel = getattr(triton_kernels, case.kernel)
+    constants = {"PARTS": triton_backend._PARTS}
+    if case.kernel != "combine":
+        constants |= {"BLOCK": triton_backend._BLOCK, "ALIGNED": case.aligned}
+    if case.kernel == "scale":
+        constants |= {"DENSE": case.dense}
+    pointers = {"pointers": "*i64", "squares": "*fp64", "largest": "*fp32", "factors": "*fp32", "out": f"*{case.dtype}"}
+    signature = {name: pointers.get(name, "i32") for name in kernel.arg_names} | {"eps": "fp32"}
+    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in pointers}
+    return compile_kernel(kernel, signature, constants, attributes, case.arch, NORMALIZATION_WARPS, 3)
+
+
+AFFINE = list(itertools.product((80, 90), ("fp16", "bf16", "fp32"), (True, False)))
+
+
+def compile_affine(case: tuple[int, str, bool]) -> Usage:
+    """By architecture, dtype, and whether sizes and strides are multiples of 16."""
+    from ds_muon.orthogonalize import triton_backend, triton_kernels
+
+    (arch, dtype, even), kernel = case, triton_kernels.affine
+    rows, cols = triton_backend._AFFINE_BLOCK
+    constants = {"ROWS": rows, "COLS": cols, "r_col": 1}
+    signature = {"r": f"*{dtype}", "out": f"*{dtype}", "beta": "fp32", "identity": "fp32"}
+    free = {"beta", "identity", "tiles", *constants}
+    aligned = [name not in free and (even or name in ("r", "out")) for name in kernel.arg_names]
+    attributes = {(i,): [["tt.divisibility", 16]] for i, found in enumerate(aligned) if found}
+    return compile_kernel(kernel, signature, constants, attributes, arch, 4, 3, enable_fp_fusion=False)
+
+
+def compile_case(case: Case) -> Usage:
     from ds_muon.orthogonalize import triton_backend, triton_kernels
 
     tile = getattr(triton_backend, case.tile)
@@ -115,11 +174,29 @@ def compile_case(case: Case) -> Usage:
             for index, name in enumerate(kernel.arg_names)
             if name not in {"alpha", "beta", "identity", "tiles", *constants}
         }
+    return compile_kernel(kernel, signature, constants, attributes, case.arch, tile.warps, tile.stages)
+
+
+def compile_kernel(
+    kernel: Any,
+    signature: dict[str, str],
+    constants: dict[str, Any],
+    attributes: dict[Any, Any],
+    arch: int,
+    warps: int,
+    stages: int,
+    **options: Any,
+) -> Usage:
+    """``signature``: types of arguments, i32 unless given."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
     signature = {name: "constexpr" if name in constants else signature.get(name, "i32") for name in kernel.arg_names}
     compiled = triton.compile(
         ASTSource(kernel, signature, constants, attributes),
-        target=GPUTarget("cuda", case.arch, 32),
-        options={"num_warps": tile.warps, "num_stages": tile.stages},
+        target=GPUTarget("cuda", arch, 32),
+        options={"num_warps": warps, "num_stages": stages, **options},
     )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
@@ -138,17 +215,19 @@ def compile_case(case: Case) -> Usage:
         wgmma="wgmma.mma_async" in ptx,
         tensor_cores="mma" in ptx,
         tma_stores=ptx.count("cp.async.bulk.tensor.3d.global.shared"),
+        fused="fma.rn.f32" in ptx,
     )
 
 
 @pytest.fixture(scope="module")
-def usages() -> dict[Case, Usage]:
+def usages() -> dict[Any, Usage]:
     """Compiled in a process of its own: the interpreter may have taken over Triton in this one."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     run = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr[-5000:]
-    return {case: Usage(**usage) for case, usage in zip(CASES, json.loads(run.stdout.splitlines()[-1]), strict=True)}
+    found = json.loads(run.stdout.splitlines()[-1])
+    return {case: Usage(**usage) for case, usage in zip([*CASES, *NORMALIZATION, *AFFINE], found, strict=True)}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -174,6 +253,44 @@ def test_half_precision_runs_on_tensor_cores_and_fp32_does_not(case: Case, usage
     assert (usage.tma_stores > 0) == (case.tile in ("SMALL", "WIDE", "QUARTERS"))
 
 
+@pytest.mark.parametrize("case", NORMALIZATION, ids=str)
+def test_the_normalization_fits_beside_two_programs_of_the_small_tile(
+    case: NormalizationCase, usages: dict[Any, Usage]
+) -> None:
+    from ds_muon.orthogonalize.triton_backend import SMALL
+
+    usage = usages[case]
+    assert usage.stack == 0
+    # One half of a batch is normalized while the other multiplies. On Ampere no tile of 128 registers leaves room.
+    if case.arch == 90 and case.dtype != ("fp32" if case.kernel == "scale" else None):
+        # Of products with a C training has R R only; and the offsets of padded rows leave no room beside those.
+        padded = case.kernel == "scale" and not case.dense
+        small = [
+            usages[other]
+            for other in CASES
+            if other.tile == "SMALL" and (not other.has_c or (other.transposed == (False, False) and not padded))
+        ]
+        registers = [2 * allocated(other.registers, SMALL.warps) for other in small]
+        assert max(registers) + allocated(usage.registers, NORMALIZATION_WARPS) <= REGISTERS
+        shared = 2 * (max(other.shared for other in small) + RESERVED)
+        assert shared + usage.shared + RESERVED <= SHARED[90]
+
+
+@pytest.mark.parametrize("case", AFFINE, ids=str)
+def test_the_polynomial_without_a_product_rounds_its_product_before_the_sum(
+    case: tuple[int, str, bool], usages: dict[Any, Usage]
+) -> None:
+    # As torch's operations do, bit for bit.
+    assert usages[case].stack == 0 and not usages[case].fused
+
+
+def allocated(registers: int, warps: int) -> int:
+    """Registers that a program takes: threads get multiples of eight."""
+    return -(-registers // 8) * 8 * 32 * warps
+
+
 if __name__ == "__main__":
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        print(json.dumps([asdict(usage) for usage in pool.map(compile_case, CASES)]))
+        done = [*pool.map(compile_case, CASES), *pool.map(compile_normalization, NORMALIZATION)]
+        done += pool.map(compile_affine, AFFINE)
+        print(json.dumps([asdict(usage) for usage in done]))
