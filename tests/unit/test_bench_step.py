@@ -389,7 +389,7 @@ def test_one_failing_rank_ends_the_run(method: str, monkeypatch: pytest.MonkeyPa
     begun = time.monotonic()
     with pytest.raises(RanksFailed, match="failed on rank 1: RuntimeError: rank 1 is at fault"):
         run_ranks("tests.unit.failing_rank", ["--task", small.to_json()], 2, Run.read, environment)
-    assert time.monotonic() - begun < 100
+    assert time.monotonic() - begun < 300  # gloo would wait for 1800
 
 
 # ---- the rates ------------------------------------------------------------------------------------------------------
