@@ -58,7 +58,7 @@ def _fused(in_torch: Callable[Concatenate[Tensor, P], T]) -> Callable[Concatenat
         except Exception as error:  # an older Triton, no C compiler: nothing has been written
             # If the fault is the caller's, or the device's, torch will say so.
             done = in_torch(first, *args, **kwargs)
-            if torch.cuda.is_current_stream_capturing():  # the kernel is not at fault
+            if first.is_cuda and torch.cuda.is_current_stream_capturing():  # the kernel is not at fault
                 return done
             _FAILED.add(name)
             _LOGGER.warning("%s runs on torch's operations, for its kernel cannot be used: %s", name, error)

@@ -186,6 +186,8 @@ def collectives(config: dict[str, Any]) -> tuple[int, list[str]]:
                 _original(tensor, *args),
             )[1]
             stack.enter_context(mock.patch.object(Tensor, name, counting))
+        if DEVICE == "cpu":  # where torch's own AdamW reads its count of steps
+            stack.enter_context(mock.patch.object(engine.optimizer.optimizer._adamw, "step"))
         reduced = stack.enter_context(
             mock.patch.object(torch.distributed, "all_reduce", wraps=torch.distributed.all_reduce)
         )
