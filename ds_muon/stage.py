@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -19,6 +19,7 @@ from ds_muon.passes import store_updates
 from ds_muon.update import update_scale
 
 _Batch = Sequence[tuple[Matrix, Tensor]]
+_Indices = list[Sequence[int]]
 
 
 @dataclass
@@ -26,6 +27,7 @@ class _Step:
     """A group's updates under way."""
 
     partition: Tensor
+    pieces: list[tuple[Matrix, Tensor]]
     variance: Tensor | None
     settings: NewtonSchulz
     gathering: Transfer
@@ -92,6 +94,8 @@ class MuonGroup:
         self._adjust_lr_fn = adjust_lr_fn
         self._capture = capture
         self._step: _Step | None = None
+        # The same in every step, and work for the host.
+        self._order: tuple[NewtonSchulz, tuple[_Indices, _Indices, _Indices]] | None = None
 
     def begin(self, partition: Tensor, variance: Tensor | None, settings: NewtonSchulz) -> None:
         """Send the slices of U that go to other ranks.
@@ -101,7 +105,8 @@ class MuonGroup:
             variance: (rows, 1) fp32, NorMuon's current state; not modified. None for plain Muon.
             settings: of the iteration.
         """
-        self._step = _Step(partition, variance, settings, self.exchange.gather(partition))
+        pieces = self._pieces(partition)
+        self._step = _Step(partition, pieces, variance, settings, self.exchange.gather(partition))
         if self.row_variance is not None and variance is not None:
             self.row_variance.begin(variance)
 
@@ -109,9 +114,11 @@ class MuonGroup:
         """Orthogonalize what this rank owns, and send back the slices of what travels."""
         step = self._step
         assert step is not None, "begin comes first"
-        whole = [(m, piece.view(m.rows, m.cols)) for m, piece in self._pieces(step.partition) if not m.travels]
+        whole = [(m, piece.view(m.rows, m.cols)) for m, piece in step.pieces if not m.travels]
         inputs = [*whole, *zip(self.exchange.owned, step.gathering.tensors, strict=True)]
-        before, waiting, after = in_order([u for _, u in inputs], len(whole), step.settings)
+        if self._order is None or self._order[0] != step.settings:
+            self._order = step.settings, in_order([u for _, u in inputs], len(whole), step.settings)
+        before, waiting, after = self._order[1]
         for indices in before:
             self._update([inputs[i] for i in indices], len(indices), step)
         step.returning = self._send_back([[inputs[i] for i in indices] for indices in waiting], step)
@@ -129,7 +136,7 @@ class MuonGroup:
         if self.row_variance is not None:
             self.row_variance.agree()
         # Scaled by their holders: what travels is what Newton-Schulz returned, in its own dtype.
-        to_scale = [(piece, self._scale(matrix)) for matrix, piece in self._pieces(step.partition) if matrix.travels]
+        to_scale = [(piece, self._scale(matrix)) for matrix, piece in step.pieces if matrix.travels]
         if to_scale:
             torch._foreach_mul_([piece for piece, _ in to_scale], [scale for _, scale in to_scale])
 
@@ -189,9 +196,6 @@ class MuonGroup:
         return self.row_variance.factors(variance, [matrix.name for matrix, _ in batch], outputs)
 
 
-_Indices = list[Sequence[int]]
-
-
 def in_order(matrices: Sequence[Tensor], whole: int, settings: NewtonSchulz) -> tuple[_Indices, _Indices, _Indices]:
     """The batches that a rank runs, as indices: before the matrices that travel have arrived, with them, and after.
 
@@ -203,19 +207,20 @@ def in_order(matrices: Sequence[Tensor], whole: int, settings: NewtonSchulz) -> 
         whole: how many do not.
         settings: of the iteration.
     """
+    shapes = [matrix.shape for matrix in matrices]
+    cost_of = {shape: settings.cost(*shape) for shape in set(shapes)}
 
-    def cost(indices: Sequence[int]) -> int:
-        return sum(settings.cost(*matrices[i].shape) for i in indices)
+    def cost(indices: Iterable[int]) -> int:
+        return sum(cost_of[shapes[i]] for i in indices)
 
-    travelling = {matrix.shape for matrix in matrices[whole:]}
-    would_wait = [i for i in range(whole) if matrices[i].shape in travelling]
-    apart = 2 * cost(would_wait) > cost(range(whole))
+    travelling = set(shapes[whole:])
+    apart = 2 * cost(i for i in range(whole) if shapes[i] in travelling) > cost(range(whole))
     ready: _Indices = []
     waiting: _Indices = []
     for first, end in [(0, whole), (whole, len(matrices))] if apart else [(0, len(matrices))]:
         for indices in batches(matrices[first:end], settings):
             shifted = [first + i for i in indices]
             (ready if shifted[-1] < whole else waiting).append(shifted)
-    total = cost([i for indices in ready for i in indices])
-    before = sum(2 * done < total for done in accumulate(map(cost, ready), initial=0))
+    costs = [cost(indices) for indices in ready]
+    before = sum(2 * done < sum(costs) for done in accumulate(costs, initial=0))
     return ready[:before], waiting, ready[before:]
