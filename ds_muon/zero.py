@@ -168,7 +168,9 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         gradient = getattr(fragments, "flat_partition", None)
         if gradient is None:
             gradient = torch.empty(self.partition_size[group_index], dtype=torch.float32, device=self.device)
-            torch.cat([fragment.reshape(-1) for fragment in fragments], out=gradient)
+            pieces = torch.split(gradient, [fragment.numel() for fragment in fragments])
+            # torch.cat takes twice as long where it converts: 72 of 2048 x 2048 in bf16, H200: 1.16 ms, not 0.56.
+            torch._foreach_copy_(pieces, [fragment.reshape(-1) for fragment in fragments])
         self._release_preflattened_grad_buffers(group_index)
         self.averaged_gradients[group_index] = None
         self.all_grad_tensors[group_index] = None

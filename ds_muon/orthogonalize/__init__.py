@@ -163,7 +163,6 @@ def orthogonalize_batch(matrices: Sequence[Tensor], settings: NewtonSchulz) -> T
         key=(form, settings),
         dtype=settings.dtype,
         eps=settings.eps,
-        flops=len(matrices) * settings.cost(rows, cols),
     )
     exact = exact_products() if settings.dtype == torch.float32 else nullcontext()
     # The iteration has its own dtype: a caller's autocast must not choose another.

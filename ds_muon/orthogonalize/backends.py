@@ -130,7 +130,7 @@ def _trial(device: torch.device, dtype: torch.dtype) -> str | None:
             return gram(x, triples, ops, other)
 
         counts = passes(triples, dtype, "gram"), squares("gram")
-        result = backend.run(matrices, Iteration(iterate, *counts, "trial", dtype, eps=0.0, flops=0))
+        result = backend.run(matrices, Iteration(iterate, *counts, "trial", dtype, eps=0.0))
         return result.to(torch.float32, copy=True)  # not what it lies in
 
     try:

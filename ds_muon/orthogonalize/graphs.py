@@ -1,4 +1,4 @@
-"""CUDA graphs of the iteration, for batches whose launches take the host longer than the GPU needs for the work.
+"""CUDA graphs of the iteration: to launch a batch kernel by kernel takes the host milliseconds, to replay it a tenth.
 
 A graph works in memory that is allocated for each batch and given back after it: between steps, nothing is kept for it.
 In a training run of fixed shapes torch's allocator hands out the same addresses in every step. A graph is captured the
@@ -19,8 +19,6 @@ from torch import Tensor
 
 _LOGGER = logging.getLogger(__name__)
 
-# Floating-point operations of a batch up to which a graph pays: about 4 ms of an H100.
-_FEW = 3_000_000_000_000
 # Kinds of batches and addresses that get a graph; and that are remembered.
 _MOST_GRAPHS = 64
 _MOST_SEEN = 1024
@@ -50,18 +48,17 @@ class GraphCache:
         self._uncapturable: set[Hashable] = set()
         self._runs = 0
 
-    def run(self, key: Hashable, source: Tensor, memory: Tensor, work: Work, flops: int) -> None:
-        """``work(source, memory)``, through a graph if that pays.
+    def run(self, key: Hashable, source: Tensor, memory: Tensor, work: Work) -> None:
+        """``work(source, memory)``, through a graph from the second time on.
 
         Args:
             key: all that ``work`` depends on but the values of ``source`` and the address of ``memory``.
             source: small; not modified, and the same numbers for as long as it is the same tensor.
             memory: to work in and for the result.
             work: allocates next to nothing.
-            flops: of the batch.
         """
         graph = None
-        if source.is_cuda and flops <= _FEW and key not in self._uncapturable:
+        if source.is_cuda and key not in self._uncapturable:
             self._runs += 1
             place = key, memory.data_ptr()
             graph = self._graphs.get(place)

@@ -43,7 +43,6 @@ class Iteration:
         key: says which iteration ``iterate`` is.
         dtype: of the iteration.
         eps: guards the division by a zero norm, and nothing else.
-        flops: of the batch.
     """
 
     iterate: Iterate
@@ -52,7 +51,6 @@ class Iteration:
     key: Hashable
     dtype: torch.dtype
     eps: float
-    flops: int
 
 
 class Operations(Protocol):

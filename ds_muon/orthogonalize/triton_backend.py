@@ -205,7 +205,7 @@ class TritonBackend:
             _orthogonalize(addresses, layout, memory, aligned, iteration, self._tile)
 
         key = (iteration.key, device, layout, aligned, iteration.eps)
-        self._graphs.run(key, addresses, memory, work, iteration.flops)
+        self._graphs.run(key, addresses, memory, work)
         return layout.result(memory)
 
     def release(self) -> None:
