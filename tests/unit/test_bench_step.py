@@ -380,9 +380,9 @@ def test_a_rank_that_fails_alone_does_not_wait_for_those_that_wait_for_it(store:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["iterate", "measure", "measure_parts"])
+@pytest.mark.parametrize("method", ["iterate", "measure"])
 def test_one_failing_rank_ends_the_run(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it builds an engine, in a round, or among the parts."""
+    """While it builds an engine, or in a round."""
     candidates = make_candidates(["dsmuon"], {}, None, on_cpu=True)
     small = task("tiny", micro_batch=1, sequence=16, rounds=1, candidates=candidates)
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "FAILING": method, "PYTHONPATH": str(Path.cwd())}

@@ -60,9 +60,17 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 
 
+# On a CPU, where fewer kernels are at work, each fault in fp32 and in one other, in turns.
+PLANTED = [
+    (fault, precision)
+    for i, fault in enumerate(FAULTS)
+    for j, precision in enumerate(PRECISIONS)
+    if DEVICE != "cpu" or j in (0, 1 + i % (len(PRECISIONS) - 1))
+]
+
+
 @ranks
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("fault", "precision"), PLANTED)
 def test_every_planted_fault_is_found_and_named(fault: str, precision: str) -> None:
     settings = dict(PRECISIONS[precision])
     params = {"weight_decay": 0.01, "adam_weight_decay": 0.1, **settings.pop("params", {})}
