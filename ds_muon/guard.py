@@ -119,14 +119,15 @@ class Findings:
 class OnTheirWay:
     """Numbers that are being copied to the host, behind what makes them and nothing that is queued later.
 
-    Attributes:
+    Args:
         numbers: where they come from.
+        early: whether they start now; else when they are waited for, behind all that is queued until then.
     """
 
-    def __init__(self, numbers: Tensor) -> None:
+    def __init__(self, numbers: Tensor, *, early: bool) -> None:
         self.numbers = self._copy = numbers
         self._event: torch.cuda.Event | None = None
-        if numbers.is_cuda:
+        if early and numbers.is_cuda:
             # Only to pinned memory does a copy not stop the host.
             self._copy = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
             self._copy.copy_(numbers, non_blocking=True)
@@ -195,7 +196,8 @@ class StepGuard:
             measures: from ``measure``.
             may_move: from ``may_move``.
         """
-        return OnTheirWay(torch.cat([measures, may_move.double().view(1)]))
+        # With the guard on they wait for its byte, and travel with it.
+        return OnTheirWay(torch.cat([measures, may_move.double().view(1)]), early=self._nan_guard == "off")
 
     def wait_for_findings(self, known: OnTheirWay, updates: Sequence[Tensor], captured: bool) -> Findings:
         """Agree with all ranks on what was staged: a collective, and the only time in a step that the host waits.
@@ -241,15 +243,16 @@ class StepGuard:
             seen = [name for names in gather(capture.seen_before, self._process_group) for name in names]
             raise NonFiniteUpdate(
                 f"in the step before, the update of {', '.join(seen)} was not finite and, with nan_guard off, has been "
-                f"applied: load a checkpoint. {self._evidence(capture)}"
+                f"applied: load a checkpoint. {self._evidence(capture)[0]}"
             )
         if findings.updates != FINITE:
             why = describe()
             if findings.updates == CAPTURED or self._nan_guard == "raise":
+                evidence, captures = self._evidence(capture)
                 go_on = 'nan_guard "skip" goes on without such steps'
-                if capture.is_on:
+                if captures:
                     go_on = f"With DS_MUON_NAN_CAPTURE_RAISE=0, {go_on}"
-                raise NonFiniteUpdate(f"{why}. Nothing was applied. {self._evidence(capture)}. {go_on}")
+                raise NonFiniteUpdate(f"{why}. Nothing was applied. {evidence}. {go_on}")
             self._skip(self.bad_updates, why)
         elif not findings.gradients_are_finite:
             bad = [name for name, square in zip(groups, findings.squares, strict=True) if not math.isfinite(square)]
@@ -268,15 +271,16 @@ class StepGuard:
         for skipped in (self.spikes, self.bad_gradients, self.bad_updates):
             skipped.close()
 
-    def _evidence(self, capture: NanCapture) -> str:
-        """Where the inputs are; the same on every rank. A collective; blocks the host."""
+    def _evidence(self, capture: NanCapture) -> tuple[str, bool]:
+        """Where the inputs are, and whether any rank captures: the same on every rank. A collective."""
         ranks = gather((capture.saved, capture.is_on), self._process_group)
         saved = [str(path) for of_rank, _ in ranks for path in of_rank]
+        captures = any(is_on for _, is_on in ranks)
         if saved:
-            return f"Saved for inspection: ds-muon replay {' '.join(saved)}"
-        if any(is_on for _, is_on in ranks):
-            return "The input could not be saved: see the warnings"
-        return "DS_MUON_NAN_CAPTURE=1 saves such inputs for ds-muon replay"
+            return f"Saved for inspection: ds-muon replay {' '.join(saved)}", captures
+        if captures:
+            return "The input could not be saved: see the warnings", captures
+        return "DS_MUON_NAN_CAPTURE=1 saves such inputs for ds-muon replay", captures
 
 
 def agree_on_updates(partitions: Sequence[Tensor], captured: bool, process_group: dist.ProcessGroup | None) -> Tensor:

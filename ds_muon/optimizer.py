@@ -16,6 +16,10 @@ from ds_muon.routing import Routing
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+LARGEST_IN_LIST = 2**30
+"""Elements of a tensor in one of torch's operations on lists: before torch 2.8 those count in 32 bits, and go wrong
+without a word."""
+
 
 class DSMuon(Optimizer):
     """Muon for matrices, AdamW for the rest, on ZeRO's flat partitions.
@@ -179,8 +183,11 @@ def _differences(saved: _Saved, ours: _Saved) -> Iterator[str]:
 
 
 def _adamw_of(groups: list[dict[str, Any]]) -> torch.optim.AdamW:
+    flat = [p for group in groups for p in group["params"]]
+    if any(p.numel() > LARGEST_IN_LIST for p in flat):
+        return torch.optim.AdamW(groups, foreach=False)
     # On a CPU the fused one rounds the head and the tail of a tensor otherwise: weights would depend on the partition.
-    if all(p.device.type != "cpu" for group in groups for p in group["params"]):
+    if all(p.device.type != "cpu" for p in flat):
         try:
             return torch.optim.AdamW(groups, fused=True)
         except RuntimeError:

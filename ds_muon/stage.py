@@ -29,7 +29,6 @@ class _Step:
     partition: Tensor
     pieces: list[tuple[Matrix, Tensor]]
     variance: Tensor | None
-    settings: NewtonSchulz
     gathering: Transfer
     returning: Transfer = field(default_factory=Transfer)
 
@@ -68,6 +67,7 @@ class MuonGroup:
         names: its matrices in the group's own order, in which rows of ``row_variance`` follow.
         rank: this rank within ``process_group``.
         process_group: the ranks that share the group; None for the default group.
+        settings: of the iteration.
         adjust_lr_fn: see ``update_scale``.
         beta2: NorMuon's; None for plain Muon.
         capture: saves inputs of what is not finite.
@@ -79,6 +79,7 @@ class MuonGroup:
         names: Sequence[str],
         rank: int,
         process_group: dist.ProcessGroup | None,
+        settings: NewtonSchulz,
         *,
         adjust_lr_fn: str,
         beta2: float | None,
@@ -91,22 +92,22 @@ class MuonGroup:
             rows = {matrix.name: matrix.rows for matrix in plan.matrices}
             self.row_variance = RowVariance([(name, rows[name]) for name in names], beta2, process_group)
         self._held = plan.held(rank)
+        self._settings = settings
         self._adjust_lr_fn = adjust_lr_fn
         self._capture = capture
         self._step: _Step | None = None
         # The same in every step, and work for the host.
-        self._order: tuple[NewtonSchulz, tuple[_Indices, _Indices, _Indices]] | None = None
+        self._order: tuple[_Indices, _Indices, _Indices] | None = None
 
-    def begin(self, partition: Tensor, variance: Tensor | None, settings: NewtonSchulz) -> None:
+    def begin(self, partition: Tensor, variance: Tensor | None) -> None:
         """Send the slices of U that go to other ranks.
 
         Args:
             partition: (partition_size,) fp32; not to be touched until ``finish`` has overwritten it.
             variance: (rows, 1) fp32, NorMuon's current state; not modified. None for plain Muon.
-            settings: of the iteration.
         """
         pieces = self._pieces(partition)
-        self._step = _Step(partition, pieces, variance, settings, self.exchange.gather(partition))
+        self._step = _Step(partition, pieces, variance, self.exchange.gather(partition))
         if self.row_variance is not None and variance is not None:
             self.row_variance.begin(variance)
 
@@ -116,9 +117,9 @@ class MuonGroup:
         assert step is not None, "begin comes first"
         whole = [(m, piece.view(m.rows, m.cols)) for m, piece in step.pieces if not m.travels]
         inputs = [*whole, *zip(self.exchange.owned, step.gathering.tensors, strict=True)]
-        if self._order is None or self._order[0] != step.settings:
-            self._order = step.settings, in_order([u for _, u in inputs], len(whole), step.settings)
-        before, waiting, after = self._order[1]
+        if self._order is None:
+            self._order = in_order([u for _, u in inputs], len(whole), self._settings)
+        before, waiting, after = self._order
         for indices in before:
             self._update([inputs[i] for i in indices], len(indices), step)
         step.returning = self._send_back([[inputs[i] for i in indices] for indices in waiting], step)
@@ -149,13 +150,13 @@ class MuonGroup:
             count = sum(not matrix.travels for matrix, _ in batch)
             outputs = self._update(batch, count, step)
             results.update(zip((matrix.name for matrix, _ in batch[count:]), outputs, strict=True))
-        dtype = result_dtype(step.settings, normuon=step.variance is not None)
+        dtype = result_dtype(self._settings, normuon=step.variance is not None)
         return self.exchange.scatter([results[m.name] for m in self.exchange.owned], step.partition, dtype)
 
     def _update(self, batch: _Batch, count: int, step: _Step) -> Sequence[Tensor]:
         """Overwrite the first ``count`` U of a batch with ``s O``; returns the O of the others, not scaled."""
         variance = step.variance
-        outputs = self._orthogonalize(batch, step.settings)
+        outputs = self._orthogonalize(batch)
         factors = self._factors(batch, outputs, variance)
         targets = [u for _, u in batch]
         here, away = (None, None) if factors is None else (factors[:count], factors[count:])
@@ -181,12 +182,12 @@ class MuonGroup:
     def _pieces(self, partition: Tensor) -> list[tuple[Matrix, Tensor]]:
         return [(matrix, partition.narrow(0, piece.offset, piece.numel)) for matrix, piece in self._held]
 
-    def _orthogonalize(self, batch: _Batch, settings: NewtonSchulz) -> Tensor:
+    def _orthogonalize(self, batch: _Batch) -> Tensor:
         """(batch, rows, cols); saves the inputs of what is not finite, if the capture is on."""
         inputs = [u for _, u in batch]
         kept = self._capture.keep(inputs)
-        outputs = orthogonalize_batch(inputs, settings)
-        self._capture.save_nonfinite([matrix.name for matrix, _ in batch], kept, outputs, settings)
+        outputs = orthogonalize_batch(inputs, self._settings)
+        self._capture.save_nonfinite([matrix.name for matrix, _ in batch], kept, outputs, self._settings)
         return outputs
 
     def _factors(self, batch: _Batch, outputs: Tensor, variance: Tensor | None) -> Tensor | None:

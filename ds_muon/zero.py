@@ -24,7 +24,7 @@ from torch import Tensor
 from ds_muon.capture import NanCapture
 from ds_muon.exchange import element_bytes
 from ds_muon.guard import Findings, StepGuard, gather, raise_together
-from ds_muon.optimizer import DSMuon
+from ds_muon.optimizer import LARGEST_IN_LIST, DSMuon
 from ds_muon.orthogonalize import release
 from ds_muon.partition import Plan, flat_layout, make_plan
 from ds_muon.refusals import SUPPORTED_DEEPSPEED
@@ -58,6 +58,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
                 [name for name, _ in self._shapes(i)],
                 self._rank,
                 self.dp_process_group,
+                self.newton_schulz,
                 adjust_lr_fn=config.adjust_lr_fn,
                 beta2=config.beta2 if config.variant == "normuon" else None,
                 capture=self._capture,
@@ -168,9 +169,9 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         gradient = getattr(fragments, "flat_partition", None)
         if gradient is None:
             gradient = torch.empty(self.partition_size[group_index], dtype=torch.float32, device=self.device)
-            pieces = torch.split(gradient, [fragment.numel() for fragment in fragments])
+            pieces = [piece for fragment in fragments for piece in torch.split(fragment.reshape(-1), LARGEST_IN_LIST)]
             # torch.cat takes twice as long where it converts: 72 of 2048 x 2048 in bf16, H200: 1.16 ms, not 0.56.
-            torch._foreach_copy_(pieces, [fragment.reshape(-1) for fragment in fragments])
+            torch._foreach_copy_(torch.split(gradient, [piece.numel() for piece in pieces]), pieces)
         self._release_preflattened_grad_buffers(group_index)
         self.averaged_gradients[group_index] = None
         self.all_grad_tensors[group_index] = None
@@ -227,7 +228,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
 
         def begin(i: int) -> None:
             self.optimizer.advance_momentum_(i, gradients[i], may_move)
-            self.muon_groups[i].begin(gradients[i], self.optimizer.row_variance(i), self.newton_schulz)
+            self.muon_groups[i].begin(gradients[i], self.optimizer.row_variance(i))
 
         in_turns(self.muon_groups, begin)
 

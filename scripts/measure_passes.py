@@ -21,26 +21,27 @@ import torch
 from ds_muon.bench.clock import Yardstick
 from ds_muon.passes import torch_passes
 
-Pass = tuple[str, int, Callable[[ModuleType], object]]
+Pass = tuple[str, int, int, Callable[[ModuleType], object]]
 
 
 def passes(elements: int, side: int, device: torch.device) -> Iterator[Pass]:
-    """Title, bytes per element, and the pass by the functions of a module."""
+    """Title, elements, bytes of each, and the pass by the functions of a module."""
     flat = partial(torch.randn, elements, device=device)
     for dtype in (torch.float32, torch.bfloat16):
         gradient, momentum = flat(), flat().to(dtype)
         yield (
             f"momentum, {str(dtype).removeprefix('torch.')}",
+            elements,
             8 + 2 * dtype.itemsize,
             lambda module, g=gradient, m=momentum: module.advance_momentum_(g, m, momentum=0.95, nesterov=True),
         )
     outputs = torch.randn(elements // side**2, side, side, device=device, dtype=torch.float16)
     targets = list(torch.empty(outputs.shape, device=device).unbind())
-    yield "update, fp16 to fp32", 6, lambda module: module.store_updates(outputs, targets, scale=0.2)
+    yield "update, fp16 to fp32", outputs.numel(), 6, lambda module: module.store_updates(outputs, targets, scale=0.2)
     weight, update = flat(), flat()
     # A rate of 1 leaves the update as large as it is.
-    yield "apply", 12, lambda module: module.apply_update_(weight, update, lr=1.0, weight_decay=0.1)
-    yield "sum of squares", 4, lambda module: module.sum_of_squares(weight)
+    yield "apply", elements, 12, lambda module: module.apply_update_(weight, update, lr=1.0, weight_decay=0.1)
+    yield "sum of squares", elements, 4, lambda module: module.sum_of_squares(weight)
 
 
 def main() -> None:
@@ -70,9 +71,9 @@ def main() -> None:
     )
     print(f"{options.side} x {options.side}; a copy moves {copy_rate:,.0f} GB/s\n")
     print(f"{'':24}{'torch, ms':>12}{'kernel, ms':>12}{'times as fast':>15}{'GB/s':>8}{'of a copy':>11}")
-    for title, size, call in passes(options.elements, options.side, device):
+    for title, elements, size, call in passes(options.elements, options.side, device):
         in_torch, in_kernel = medians(partial(call, torch_passes), partial(call, triton_passes))
-        rate = 1e-6 * size * options.elements / in_kernel
+        rate = 1e-6 * size * elements / in_kernel
         ratio = in_torch / in_kernel
         print(f"{title:24}{in_torch:12.3f}{in_kernel:12.3f}{ratio:15.2f}{rate:8,.0f}{rate / copy_rate:11.2f}")
 

@@ -152,7 +152,7 @@ def _trial(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def release() -> None:
-    """Forget what backends keep from one batch to the next."""
+    """Forget what backends keep from one batch to the next. Who goes on, another engine say, makes it anew."""
     if _triton.cache_info().currsize:
         _triton().release()
 

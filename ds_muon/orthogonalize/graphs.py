@@ -4,13 +4,18 @@ A graph works in memory that is allocated for each batch and given back after it
 In a training run of fixed shapes torch's allocator hands out the same addresses in every step. A graph is captured the
 second time that a kind of batch comes by at an address, and replayed there from then on. It is the same kernels on the
 same numbers: the results are the same, bit for bit. Parts of a batch run on streams of their own.
+
+A cache is used by one thread. Others may talk to the device during a capture, but not through the streams of torch's
+pool, which everybody shares: what is launched there meanwhile can end up in the graph.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import TypeVar
 
@@ -45,7 +50,7 @@ class GraphCache:
         # Those used last come last.
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
         self._seen: OrderedDict[Hashable, None] = OrderedDict()
-        self._uncapturable: set[Hashable] = set()
+        self._captures = True
         self._runs = 0
 
     def run(self, key: Hashable, source: Tensor, memory: Tensor, work: Work) -> None:
@@ -57,21 +62,25 @@ class GraphCache:
             memory: to work in and for the result.
             work: allocates next to nothing.
         """
-        graph = None
-        if source.is_cuda and key not in self._uncapturable:
-            self._runs += 1
-            place = key, memory.data_ptr()
-            graph = self._graphs.get(place)
-            # What comes once, as in a test, is worth no graph; and the first launch compiles the kernels.
-            if graph is None and self._came_before(place) and self._has_room():
-                graph = self._capture(key, source, memory, work)
-            if graph is not None:
-                graph.last_run = self._runs
-                self._graphs[place] = graph
-                self._graphs.move_to_end(place)
-                graph.replay(source)
-        if graph is None:
+        if not source.is_cuda or not self._replay(key, source, memory, work):
             work(source, memory)
+
+    def _replay(self, key: Hashable, source: Tensor, memory: Tensor, work: Work) -> bool:
+        """Whether there is a graph, which then has done the work."""
+        self._runs += 1
+        place = key, memory.data_ptr()
+        graph = self._graphs.get(place)
+        if graph is not None:
+            graph.replay(source)
+        # What comes once, as in a test, is worth no graph; and the first launch compiles the kernels.
+        elif self._captures and self._came_before(place) and self._has_room():
+            graph = self._capture_and_replay(source, memory, work)
+        if graph is None:
+            return False
+        graph.last_run = self._runs
+        self._graphs[place] = graph
+        self._graphs.move_to_end(place)
+        return True
 
     def _came_before(self, place: Hashable) -> bool:
         known = place in self._seen
@@ -91,13 +100,17 @@ class GraphCache:
         del self._graphs[place]  # CUDA lets one that is running end
         return True
 
-    def _capture(self, key: Hashable, source: Tensor, memory: Tensor, work: Work) -> _Graph | None:
+    def _capture_and_replay(self, source: Tensor, memory: Tensor, work: Work) -> _Graph | None:
         try:
-            return _Graph(source, memory, work)
-        except RuntimeError as error:  # such as no memory for it: a fault of the work shows without a graph, too
-            _LOGGER.warning("a Newton-Schulz batch goes without a CUDA graph: %s", error)
-            self._uncapturable.add(key)
+            graph = _Graph(source, memory, work)
+            # The first time, too, it may want memory of the device.
+            graph.replay(source)
+        except RuntimeError as error:  # a fault of the work shows without a graph, too
+            _LOGGER.warning("from now on Newton-Schulz captures no CUDA graphs: %s", error)
+            # A capture that failed can leave torch's allocator and generators unfit for another, and costs time.
+            self._captures = False
             return None
+        return graph
 
 
 class _Graph:
@@ -116,7 +129,7 @@ class _Graph:
         # Always the same: memory is used again by the stream that it was allocated for.
         (stream,) = _streams(source.device, 1)
         stream.wait_stream(self._used_on)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), _nothing_is_collected():
             # Other threads, such as NCCL's watchdog, may go on talking to the device.
             self._graph.capture_begin(capture_error_mode="thread_local")
             try:
@@ -136,6 +149,18 @@ class _Graph:
             self._source.copy_(source)
             self._held = source
         self._graph.replay()
+
+
+@contextmanager
+def _nothing_is_collected() -> Iterator[None]:
+    """What Python's garbage collector ends meanwhile, such as an older graph, may call what a capture forbids."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 _T = TypeVar("_T")

@@ -210,6 +210,7 @@ class TritonBackend:
 
     def release(self) -> None:
         self._graphs.clear()
+        _describe.cache_clear()
 
     def for_trial(self, device: torch.device, dtype: torch.dtype) -> Sequence[TritonBackend]:
         return [TritonBackend(tile) for tile in tiles_for(_properties(device)[1], dtype)]

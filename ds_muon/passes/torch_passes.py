@@ -60,13 +60,16 @@ def store_updates(
         scale: of the whole batch.
         factors: (batch, rows, 1) fp32; None stands for ones.
     """
-    for index, (output, target) in enumerate(zip(outputs, targets, strict=True)):
-        if factors is None:
-            target.copy_(output)
-        else:
-            torch.mul(output, factors[index], out=target)
-        if scale != 1:
-            target.mul_(scale)
+    written = list(targets)
+    if not written:
+        return
+    if factors is None:
+        torch._foreach_copy_(written, outputs.unbind())
+    else:
+        for output, factor, target in zip(outputs, factors, written, strict=True):
+            torch.mul(output, factor, out=target)
+    if scale != 1:
+        torch._foreach_mul_(written, scale)
 
 
 def apply_update_(weight: Tensor, update: Tensor, *, lr: float, weight_decay: float) -> None:

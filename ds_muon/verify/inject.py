@@ -160,7 +160,7 @@ def _orthogonalized_twice(zero: Any, replace: _Replace) -> None:
     """Newton-Schulz runs on the result of Newton-Schulz, as when two layers of code each do it."""
 
     def orthogonalize_twice(group: MuonGroup, plan: GroupPlan, begun: _Begun) -> None:
-        MuonGroup.begin(group, begun.partition, begun.variance, zero.newton_schulz)
+        MuonGroup.begin(group, begun.partition, begun.variance)
         MuonGroup.run(group)
         MuonGroup.finish(group)
 

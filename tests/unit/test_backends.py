@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
-from types import ModuleType
+from functools import cache
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -41,6 +42,21 @@ class NoMemoryOnce(TorchOperations):
 
 
 LOAD = backends._triton
+
+
+def test_release_is_for_a_backend_that_was_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    released: list[str] = []
+
+    @cache
+    def load() -> SimpleNamespace:
+        return SimpleNamespace(release=lambda: released.append("triton"))
+
+    monkeypatch.setattr(backends, "_triton", load)
+    backends.release()
+    assert released == [] and load.cache_info().currsize == 0
+    load()
+    backends.release()
+    assert released == ["triton"]
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -55,6 +56,18 @@ def test_every_change_is_the_reference_within_1e5(case: str, stage: int, method:
     ranks = run_ranks(world_size, check_prescribed, shapes, config, 10)
     assert_right(ranks[0], 1e-5)
     assert all(ranks[0] == other for other in ranks[1:])
+
+
+def test_a_destroyed_engine_keeps_no_workspace() -> None:
+    assert run_ranks(1, destroy, ds_config()) == [["released"]]
+
+
+def destroy(config: dict[str, Any]) -> list[str]:
+    released: list[str] = []
+    engine = start(PrescribedGradients([(8, 8)]), config)
+    with patch("ds_muon.zero.release", lambda: released.append("released")):
+        engine.destroy()
+    return released
 
 
 def check_block(config: dict[str, Any], steps: int, **kwargs: Any) -> list[list[UpdateRecord]]:

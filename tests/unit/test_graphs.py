@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -18,36 +19,78 @@ needs_gpu = pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
 
 
 class FakeGraph:
-    """What the cache knows of a graph, without a device."""
+    """What the cache knows of a graph, without a device: a replay does the work that was captured."""
 
     def __init__(self, source: Any, memory: Any, work: Callable[..., object]) -> None:
-        self.last_run, self.replayed, self.device = 0, 0, torch.device("cuda")
+        self.last_run, self.device, self._work = 0, torch.device("cuda"), work
+        self._memory, self._source = memory, source
         made.append(self)
 
     def replay(self, source: Any) -> None:
-        self.replayed += 1
+        self._work("replay", self._memory)
 
 
 made: list[FakeGraph] = []
 
 
-def on_fake_device(monkeypatch: pytest.MonkeyPatch, places: Sequence[int]) -> tuple[int, int]:
-    """How often a batch that comes by at these addresses is captured, and launched."""
+def on_fake_device(monkeypatch: pytest.MonkeyPatch, places: Sequence[int | tuple[str, int]]) -> tuple[int, int]:
+    """How often batches that come by at these addresses, of kinds or of one, are captured, and launched."""
     monkeypatch.setattr(graphs, "_Graph", FakeGraph)
     made.clear()
-    cache, launched = GraphCache(), []
-    for address in places:
+    cache = GraphCache()
+    done: list[tuple[str, int, str]] = []
+    wanted = [place if isinstance(place, tuple) else ("key", place) for place in places]
+    for key, address in wanted:
         memory: Any = SimpleNamespace(data_ptr=lambda address=address: address)
         source: Any = SimpleNamespace(is_cuda=True)
-        cache.run("key", source, memory, lambda source, memory: launched.append(memory))
-    assert len(launched) + sum(graph.replayed for graph in made) == len(places)
-    return len(made), len(launched)
+
+        def work(source: Any, memory: Any, key: str = key) -> None:
+            done.append((key, memory.data_ptr(), "replay" if source == "replay" else "launch"))
+
+        cache.run(key, source, memory, work)
+    # Each was done, once, and what was replayed was captured of this kind and at this address.
+    assert [(key, address) for key, address, _ in done] == wanted
+    return len(made), sum(how == "launch" for _, _, how in done)
 
 
 def test_a_batch_is_launched_then_captured_at_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
     assert on_fake_device(monkeypatch, [1, 1, 1, 1]) == (1, 1)
     assert on_fake_device(monkeypatch, [1, 2, 1, 2, 3, 1]) == (2, 3)
     assert on_fake_device(monkeypatch, range(100)) == (0, 100)
+
+
+def test_kinds_of_batches_that_share_an_address_have_a_graph_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert on_fake_device(monkeypatch, [("a", 1), ("b", 1)] * 3) == (2, 2)
+    assert on_fake_device(monkeypatch, [("a", 1), ("b", 1), ("a", 2), ("a", 1), ("b", 2), ("b", 1), ("a", 2)]) == (3, 4)
+
+
+def test_addresses_that_come_by_rarely_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "_MOST_SEEN", 4)
+    assert on_fake_device(monkeypatch, list(range(5)) * 10) == (0, 50)
+    assert on_fake_device(monkeypatch, list(range(4)) * 10) == (4, 4)
+
+
+def test_a_graph_that_cannot_be_launched_ends_captures_and_the_batch_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: FakeGraph, source: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA error: out of memory")
+
+    monkeypatch.setattr(FakeGraph, "replay", fail)
+    assert on_fake_device(monkeypatch, [1, 1, 1, 2, 2]) == (1, 5)
+
+
+def test_clear_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[object] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    monkeypatch.setattr(graphs, "_Graph", FakeGraph)
+    made.clear()
+    cache, calls = GraphCache(), []
+    memory: Any = SimpleNamespace(data_ptr=lambda: 1)
+    source: Any = SimpleNamespace(is_cuda=True)
+    for clears in (False, False, True, False):
+        if clears:
+            cache.clear()
+        cache.run("key", source, memory, lambda source, memory: calls.append(source))
+    assert calls == [source, "replay", source, "replay"] and len(made) == 2 and waited == [torch.device("cuda")]
 
 
 def test_more_kinds_than_graphs_are_not_captured_over_and_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,3 +165,36 @@ def test_what_cannot_be_captured_is_launched() -> None:
         cache.run("key", source, memory.zero_(), work)
         assert torch.equal(memory, source)
     assert calls == [False, True, False, False, False]
+
+
+@needs_gpu
+def test_a_capture_that_cuda_breaks_off_leaves_torch_at_work() -> None:
+    cache = GraphCache()
+
+    def work(source: Tensor, memory: Tensor) -> None:
+        torch.cuda.synchronize()  # which no capture allows
+        memory.copy_(source)
+
+    source = torch.arange(5, dtype=torch.uint8, device=DEVICE)
+    memory = torch.empty_like(source)
+    for _ in range(3):
+        cache.run("key", source, memory.zero_(), work)
+        assert torch.equal(memory, source)
+    assert not cache._graphs
+    assert torch.rand(1 << 20, device=DEVICE).mean().item() == pytest.approx(0.5, abs=0.01)
+    torch.cuda.empty_cache()
+
+
+@needs_gpu
+def test_nothing_is_collected_during_a_capture() -> None:
+    cache, enabled = GraphCache(), []
+
+    def work(source: Tensor, memory: Tensor) -> None:
+        enabled.append(gc.isenabled())
+        memory.copy_(source)
+
+    source = torch.arange(5, device=DEVICE)
+    memory = torch.empty_like(source)
+    for _ in range(3):
+        cache.run("key", source, memory, work)
+    assert enabled == [True, False] and gc.isenabled()

@@ -84,7 +84,8 @@ class Rank0:
         assert straddler.straddles and straddler.owner == 0
         assert [matrix.owner for matrix in self.plan.matrices] == [0] * (len(shapes) - 1) + [1]
         names = [matrix.name for matrix in self.plan.matrices]
-        self.group = MuonGroup(self.plan, names, 0, None, adjust_lr_fn="none", beta2=None, capture=NanCapture(0))
+        capture = NanCapture(0)
+        self.group = MuonGroup(self.plan, names, 0, None, settings, adjust_lr_fn="none", beta2=None, capture=capture)
         generator = torch.Generator().manual_seed(0)
         self.partition = torch.zeros(self.plan.partition_size)
         for _, piece in self.plan.held(0):
@@ -96,14 +97,13 @@ class Rank0:
         self._expected = orthogonalize([*whole, full], NewtonSchulz.resolve(CPU))
         self.group.exchange = Wire(self.group, rest, log, name)  # type: ignore[assignment]
         run = self.group._orthogonalize
-        self.group._orthogonalize = lambda batch, s: (  # type: ignore[method-assign]
+        self.group._orthogonalize = lambda batch: (  # type: ignore[method-assign]
             log.append(f"{name}{len(batch)} of {batch[0][0].rows} rows"),
-            run(batch, s),
+            run(batch),
         )[1]
-        self._settings = settings
 
     def begin(self) -> None:
-        self.group.begin(self.partition, None, self._settings)
+        self.group.begin(self.partition, None)
 
     def assert_right(self) -> None:
         for (_, piece), output in zip(self.plan.held(0), self._expected, strict=True):

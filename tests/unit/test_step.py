@@ -50,6 +50,28 @@ def test_adamw_weights_do_not_depend_on_the_world_size() -> None:
     assert_equal(one, three)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_long_tensors_are_flattened_in_pieces_and_kept_from_operations_on_lists(dtype: str) -> None:
+    config = ds_config(dtype=dtype)
+    for weights in run_ranks(2, train_with_long_tensors, config):
+        assert_equal(weights, run_ranks(2, train, SHAPES, config, 2)[0])
+
+
+def train_with_long_tensors(config: dict[str, Any]) -> dict[str, Tensor]:
+    made, adamw = [], torch.optim.AdamW
+    with (
+        mock.patch("ds_muon.zero.LARGEST_IN_LIST", 7),
+        mock.patch("ds_muon.optimizer.LARGEST_IN_LIST", 7),
+        mock.patch("torch.optim.AdamW", lambda *args, **options: (made.append(options), adamw(*args, **options))[1]),
+        mock.patch("torch._foreach_copy_", wraps=torch._foreach_copy_) as copy,
+    ):
+        weights = train(SHAPES, config, 2)
+    assert made == [{"foreach": False}]
+    # Updates are written by the same operation; a matrix in pieces of 7 is a gradient.
+    assert any(max(piece.numel() for piece in call.args[1]) == 7 for call in copy.call_args_list)
+    return weights
+
+
 def muon_names(shapes: list[tuple[int, ...]]) -> list[str]:
     return [f"p{i}" for i, shape in enumerate(shapes) if len(shape) == 2 and min(shape) > 1]
 
