@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from ds_muon.orthogonalize import BACKENDS, Triple
 from ds_muon.orthogonalize.torch_backend import TorchOperations
+from tests.unit.models import change_newton_schulz
 
 
 class Faulty(TorchOperations):
@@ -35,9 +35,8 @@ class Faulty(TorchOperations):
 @contextmanager
 def faulty_backend(engine: Any) -> Iterator[None]:
     """Within this context the engine's backend is ``Faulty``, which is well until ``sick`` is set."""
-    zero = engine.optimizer
     with mock.patch.dict(BACKENDS, {"faulty": Faulty}):
-        zero.newton_schulz = replace(zero.newton_schulz, backend="faulty")
+        change_newton_schulz(engine, backend="faulty")
         try:
             yield
         finally:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
+
+from ds_muon.orthogonalize import NewtonSchulz
 
 Shapes = Sequence[tuple[int, ...]]
 
@@ -90,6 +93,15 @@ def train_step(engine: Any, *inputs: Any) -> None:
     """Forward, backward and step on one micro-batch."""
     engine.backward(engine(*inputs))
     engine.step()
+
+
+def change_newton_schulz(engine: Any, **changes: Any) -> NewtonSchulz:
+    """Give the engine another iteration, such as a backend of the test's own, and return it."""
+    zero = engine.optimizer
+    zero.newton_schulz = settings = replace(zero.newton_schulz, **changes)
+    for group in zero.muon_groups:
+        group._settings = settings
+    return settings
 
 
 def full_weights(engine: Any) -> dict[str, Tensor]:

@@ -168,7 +168,7 @@ def test_what_cannot_be_captured_is_launched() -> None:
 
 
 @needs_gpu
-def test_a_capture_that_cuda_breaks_off_leaves_torch_at_work() -> None:
+def test_what_cuda_does_not_let_be_captured_is_launched() -> None:
     cache = GraphCache()
 
     def work(source: Tensor, memory: Tensor) -> None:
@@ -181,8 +181,6 @@ def test_a_capture_that_cuda_breaks_off_leaves_torch_at_work() -> None:
         cache.run("key", source, memory.zero_(), work)
         assert torch.equal(memory, source)
     assert not cache._graphs
-    assert torch.rand(1 << 20, device=DEVICE).mean().item() == pytest.approx(0.5, abs=0.01)
-    torch.cuda.empty_cache()
 
 
 @needs_gpu

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -21,7 +20,7 @@ from ds_muon.orthogonalize import BACKENDS, NewtonSchulz, orthogonalize_batch
 from ds_muon.orthogonalize.newton_schulz import Iteration
 from ds_muon.orthogonalize.torch_backend import TorchOperations
 from ds_muon.step_memory import Part, StepMemory, parts, step_memory
-from tests.unit.models import ds_config, start_groups, train_step
+from tests.unit.models import change_newton_schulz, ds_config, start_groups, train_step
 from tests.unit.ranks import run_ranks
 from tests.unit.test_exchange import CASES, group_plan
 from tests.unit.test_owners import owned
@@ -135,7 +134,7 @@ def step_of_an_engine(
     with owned(how):
         engine = start_groups(SHAPES, ds_config(params))
     zero, found = engine.optimizer, []
-    zero.newton_schulz = settings = replace(zero.newton_schulz, backend=backend, dtype=dtype)
+    settings = change_newton_schulz(engine, backend=backend, dtype=dtype)
     (group,) = zero.muon_groups
     begin, finish = group.begin, group.finish
 
