@@ -7,7 +7,7 @@
 A GPT in three Muon param groups, each of an odd number of matrices of a shape, so that on two ranks one of each
 straddles. One engine, whose steps take turns in three ways: every transfer is waited for at once; transfers overlap
 with work of their own group; and as DSMuon does, of all groups. Printed are medians of ``engine.step()``, of the
-slowest rank, from an idle device to an idle device.
+slowest rank, from an idle device to an idle device. On a CPU it only shows that it runs.
 """
 
 from __future__ import annotations
