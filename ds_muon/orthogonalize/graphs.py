@@ -62,33 +62,30 @@ class GraphCache:
             memory: to work in and for the result.
             work: allocates next to nothing.
         """
-        if not source.is_cuda or not self._replay(key, source, memory, work):
+        if not source.is_cuda:
             work(source, memory)
-
-    def _replay(self, key: Hashable, source: Tensor, memory: Tensor, work: Work) -> bool:
-        """Whether there is a graph, which then has done the work."""
+            return
         self._runs += 1
         place = key, memory.data_ptr()
         graph = self._graphs.get(place)
         if graph is not None:
             graph.replay(source)
         # What comes once, as in a test, is worth no graph; and the first launch compiles the kernels.
-        elif self._captures and self._came_before(place) and self._has_room():
+        elif place in self._seen and self._captures and self._has_room():
             graph = self._capture_and_replay(source, memory, work)
         if graph is None:
-            return False
-        graph.last_run = self._runs
-        self._graphs[place] = graph
-        self._graphs.move_to_end(place)
-        return True
+            work(source, memory)
+            self._remember(place)
+        else:
+            graph.last_run = self._runs
+            self._graphs[place] = graph
+            self._graphs.move_to_end(place)
 
-    def _came_before(self, place: Hashable) -> bool:
-        known = place in self._seen
+    def _remember(self, place: Hashable) -> None:
         self._seen[place] = None
         self._seen.move_to_end(place)
         if len(self._seen) > _MOST_SEEN:
             self._seen.popitem(last=False)
-        return known
 
     def _has_room(self) -> bool:
         """Whether there may be one more graph, now that one that was forgotten has been dropped."""

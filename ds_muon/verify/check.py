@@ -101,8 +101,9 @@ class UpdateCheck:
         engine.step()
         records = check.after_step()
 
-    It keeps its own momentum and moments, which start from the engine's at the time of creation. Memory: about ten
-    fp64 copies of the model on every rank; made for small models and for tests.
+    It keeps its own momentum and moments, which start from the engine's at the time of creation, and again after a step
+    that was skipped for a non-finite update, in which the engine's momentum moves. Memory: about ten fp64 copies of the
+    model on every rank; made for small models and for tests.
 
     Args:
         engine: what ``deepspeed.initialize`` returned.
@@ -205,8 +206,10 @@ class StepComparison:
         self._clip = self._adamw_clip()
 
     def after_step(self) -> list[UpdateRecord]:
-        """One record per parameter; empty if the step was skipped for an overflow."""
+        """One record per parameter; empty if the step was skipped."""
         if self._view.zero.overflow:
+            if self._keep_state and self._view.skipped_for_an_update:
+                self._references = self._start()
             return []
         self._steps += 1
         weights = self._view.weights()

@@ -129,6 +129,12 @@ class EngineView:
         return float(self.zero.clip_grad), everything
 
     @property
+    def skipped_for_an_update(self) -> bool:
+        """Whether the last skipped step was so for an update that is not finite: there the momentum has moved."""
+        guard = getattr(self.zero, "guard", None)
+        return guard is not None and guard.last is guard.bad_updates
+
+    @property
     def precision(self) -> str:
         """One line: the dtypes of model, sums, iteration and momentum, and the forms of the iteration that run."""
         names = [_short(t) for t in (self.zero.dtype, self.summed_in, self.rule.ns_dtype, self.rule.momentum_dtype)]

@@ -62,7 +62,8 @@ class RowNormalization:
         self._variance = self._beta2 * self._variance + (1 - self._beta2) * orthogonal.square().mean(dim=1)
         normalized = orthogonal / (self._variance.sqrt() + ROW_EPS).unsqueeze(1)
         norm = torch.linalg.vector_norm(normalized).clamp_min(torch.finfo(torch.float64).tiny)
-        return normalized.mul_(math.sqrt(min(rows, cols)) / norm)
+        # In this order: a zero matrix has no finite factor.
+        return normalized.div_(norm).mul_(math.sqrt(min(rows, cols)))
 
 
 class MuonReference:

@@ -317,6 +317,20 @@ def test_a_capture_stops_all_ranks_with_one_error_that_names_the_file(tmp_path: 
     assert "p0 (30 x 20) is not finite" in text and f"ds-muon replay {path}" in text
 
 
+def captured_on_one_rank(config: dict[str, Any], env: dict[str, str], rank: int) -> dict[str, Any]:
+    return captured_step(config, env if torch.distributed.get_rank() == rank else {})
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_ranks_say_the_same_where_only_one_captures(tmp_path: Path, rank: int) -> None:
+    ranks = run_ranks(2, captured_on_one_rank, ds_config({"nan_guard": "raise"}), environment(tmp_path), rank)
+    (text,) = {found["raised"] for found in ranks}
+    assert "With DS_MUON_NAN_CAPTURE_RAISE=0, nan_guard" in text
+    # The owner saves its input, if it is that rank.
+    assert len(list(tmp_path.iterdir())) == (rank == ranks[0]["owner"])
+
+
 def steps_after_a_capture(config: dict[str, Any], env: dict[str, str]) -> list[str | None]:
     """What each of three steps raises; the first one comes out with a NaN. Then one more, without the capture."""
     engine = start(PrescribedGradients(SHAPES), config)

@@ -17,6 +17,7 @@ from ds_muon.verify.engine_view import MuonRule
 from ds_muon.verify.gpt import GPT, GPTConfig
 from ds_muon.verify.inject import FAULTS, found, plant
 from ds_muon.verify.reference import SameDtypeMuon
+from tests.unit.faulty import faulty_backend, sick
 from tests.unit.models import PrescribedGradients, ds_config, full_weights, start, train_step
 from tests.unit.ranks import DEVICE, run_ranks
 
@@ -215,6 +216,30 @@ def check_with_a_change_between(config: dict[str, Any], skip: bool) -> list[list
         train_gpt(engine, 1)
         records.append(check.after_step())
     return records
+
+
+def check_around_a_bad_update(config: dict[str, Any]) -> list[list[UpdateRecord]]:
+    """Four steps; in the second a matrix comes out with a NaN."""
+    shapes = [(30, 20), (12, 16), (5,)]
+    engine, records = start(PrescribedGradients(shapes), config), []
+    with faulty_backend(engine):
+        check = UpdateCheck(engine)
+        for step in range(4):
+            generator = torch.Generator().manual_seed(10 * step + torch.distributed.get_rank())
+            with sick((30, 20) if step == 1 else None):
+                train_step(engine, [torch.randn(shape, generator=generator).to(engine.device) for shape in shapes])
+            records.append(check.after_step())
+        check.close()
+    engine.destroy()
+    return records
+
+
+@ranks
+@pytest.mark.parametrize("variant", ["muon", "normuon"])
+def test_a_step_that_is_skipped_for_an_update_is_no_false_alarm_later(variant: str) -> None:
+    for records in run_ranks(2, check_around_a_bad_update, ds_config({"nan_guard": "skip", "variant": variant})):
+        assert [len(of_step) for of_step in records] == [3, 0, 3, 3]
+        assert all(record.ok for of_step in records for record in of_step)
 
 
 @ranks

@@ -70,12 +70,34 @@ def test_addresses_that_come_by_rarely_are_forgotten(monkeypatch: pytest.MonkeyP
     assert on_fake_device(monkeypatch, list(range(4)) * 10) == (4, 4)
 
 
-def test_a_graph_that_cannot_be_launched_ends_captures_and_the_batch_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: FakeGraph, source: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA error: out of memory")
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+@pytest.mark.parametrize(("method", "made"), [("__init__", 0), ("replay", 1)])
+def test_a_graph_that_cannot_be_made_or_launched_ends_captures_and_the_batch_is_done(
+    method: str, made: int, error: type[RuntimeError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise error("CUDA error")
 
-    monkeypatch.setattr(FakeGraph, "replay", fail)
-    assert on_fake_device(monkeypatch, [1, 1, 1, 2, 2]) == (1, 5)
+    monkeypatch.setattr(FakeGraph, method, fail)
+    assert on_fake_device(monkeypatch, [1, 1, 1, 2, 2]) == (made, 5)
+
+
+def test_what_failed_when_it_was_launched_is_not_captured_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "_Graph", FakeGraph)
+    made.clear()
+    cache = GraphCache()
+    memory: Any = SimpleNamespace(data_ptr=lambda: 1)
+    source: Any = SimpleNamespace(is_cuda=True)
+
+    def fail(source: Any, memory: Any) -> None:
+        raise ValueError("a kernel does not compile")
+
+    with pytest.raises(ValueError):
+        cache.run("key", source, memory, fail)
+    cache.run("key", source, memory, lambda source, memory: None)
+    assert not made
+    cache.run("key", source, memory, lambda source, memory: None)
+    assert len(made) == 1
 
 
 def test_clear_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ds_muon import muon_update, reference_newton_schulz
 from ds_muon.update import advance_row_variance, update_scale
 from ds_muon.verify import UpdateCheck, UpdateRecord
+from ds_muon.verify.reference import RowNormalization
 from tests.unit.models import PrescribedGradients, ds_config, full_weights, start, start_groups, train_step
 from tests.unit.ranks import run_ranks
 from tests.unit.test_newton_schulz import gaussian
@@ -54,6 +55,17 @@ def test_the_norm_is_that_of_an_orthogonal_matrix_times_the_scale(shape: tuple[i
     update = muon_update(gaussian(*shape), torch.zeros(shape), adjust_lr_fn=adjust, row_variance=torch.zeros(shape[0]))
     expected = update_scale(adjust, *shape) * math.sqrt(min(shape))
     assert float(update.norm()) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("side", [2, 16, 48])
+def test_no_gradient_is_no_update_in_the_reference_either(side: int) -> None:
+    normalize = RowNormalization(torch.zeros(side).double(), 0.95)
+    assert torch.equal(normalize(torch.zeros(side, 50).double()), torch.zeros(side, 50).double())
+    assert (
+        muon_update(torch.zeros(side, 50), torch.zeros(side, 50), row_variance=torch.zeros(side)).count_nonzero() == 0
+    )
+    first = gaussian(side, 50).double()
+    assert normalize(first).norm() == pytest.approx(math.sqrt(side))
 
 
 def test_on_the_first_step_all_rows_get_the_same_norm() -> None:

@@ -394,6 +394,11 @@ def test_normalize_is_the_plain_normalization(shape: tuple[int, int], dtype: tor
             assert torch.equal(normalized([alone], dtype, settings.eps)[0], out[index])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_without_an_eps_zero_stays_zero(dtype: torch.dtype) -> None:
+    assert normalized(views(17, 40, 0.0), dtype, eps=0.0).count_nonzero() == 0
+
+
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_normalize_shows_what_is_not_finite_in_its_matrix_only(poison: float) -> None:
     matrices = views(17, 40)
