@@ -15,7 +15,7 @@ import gc
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import TypeVar
 
@@ -104,10 +104,16 @@ class GraphCache:
             graph.replay(source)
         except RuntimeError as error:  # a fault of the work shows without a graph, too
             _LOGGER.warning("from now on Newton-Schulz captures no CUDA graphs: %s", error)
-            # A capture that failed can leave torch's allocator and generators unfit for another, and costs time.
-            self._captures = False
+            self._captures = False  # the next one would most likely fail as well, and costs time
+            _capture_something(source, memory)
             return None
         return graph
+
+
+def _capture_something(source: Tensor, memory: Tensor) -> None:
+    """After a capture that CUDA broke off: torch's generators believe in it, and raise, until another one has ended."""
+    with suppress(RuntimeError):
+        _Graph(source, memory, lambda source, memory: source.zero_())
 
 
 class _Graph:
@@ -123,16 +129,17 @@ class _Graph:
         self._source, self._held = source.clone(), source
         self._used_on = torch.cuda.current_stream(source.device)
         self._graph = torch.cuda.CUDAGraph()
+        pool = torch.cuda.graph_pool_handle()  # a pool of its own
         # Always the same: memory is used again by the stream that it was allocated for.
         (stream,) = _streams(source.device, 1)
         stream.wait_stream(self._used_on)
         with torch.cuda.stream(stream), _nothing_is_collected():
             # Other threads, such as NCCL's watchdog, may go on talking to the device.
-            self._graph.capture_begin(capture_error_mode="thread_local")
+            self._graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
                 work(self._source, memory)
             finally:
-                self._graph.capture_end()
+                _end_capture(self._graph, pool)
         self._used_on.wait_stream(stream)
 
     def replay(self, source: Tensor) -> None:
@@ -146,6 +153,19 @@ class _Graph:
             self._source.copy_(source)
             self._held = source
         self._graph.replay()
+
+
+def _end_capture(graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> None:
+    """End it for torch's allocator, too, if CUDA has broken it off.
+
+    Until then, the allocator uses no memory again that a second stream has used.
+    """
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        with suppress(AttributeError, RuntimeError):  # in older versions of torch there is no such function
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+        raise
 
 
 @contextmanager

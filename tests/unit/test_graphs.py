@@ -71,7 +71,7 @@ def test_addresses_that_come_by_rarely_are_forgotten(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
-@pytest.mark.parametrize(("method", "made"), [("__init__", 0), ("replay", 1)])
+@pytest.mark.parametrize(("method", "made"), [("__init__", 0), ("replay", 2)])
 def test_a_graph_that_cannot_be_made_or_launched_ends_captures_and_the_batch_is_done(
     method: str, made: int, error: type[RuntimeError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +203,15 @@ def test_what_cuda_does_not_let_be_captured_is_launched() -> None:
         cache.run("key", source, memory.zero_(), work)
         assert torch.equal(memory, source)
     assert not cache._graphs
+    # Neither torch's generators nor its allocator take the broken capture for one that goes on.
+    assert torch.rand(5, device=DEVICE).unique().numel() == 5
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before, other, size = torch.cuda.memory_reserved(), torch.cuda.Stream(), 1 << 25
+    for _ in range(8):
+        torch.empty(size, dtype=torch.uint8, device=DEVICE).record_stream(other)
+        torch.cuda.synchronize()
+    assert torch.cuda.memory_reserved() - before < 2 * size
 
 
 @needs_gpu
