@@ -1,6 +1,7 @@
 """Ranks on this machine: start them with the `deepspeed` launcher, wait, and read what rank 0 found; and end a rank.
 
-The command that starts them calls ``run_ranks``; the module that they run ends with ``say_why`` or ``finish``.
+The command that starts them calls ``run_ranks``; the module that they run says what it is at with ``say_progress``, and
+ends with ``say_why`` or ``finish``.
 """
 
 from __future__ import annotations
@@ -16,23 +17,27 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, TypeVar
+from typing import BinaryIO, NoReturn, TypeVar
 
 import torch
+import torch.distributed as dist
 
 T = TypeVar("T")
 
 # A rank that fails writes its message between these; see `describe_failure`.
 FAILED, END_OF_FAILURE = "ds-muon failed on rank", "ds-muon: end of the failure"
+# How a line of progress begins.
+PROGRESS = "ds-muon: now "
 # Set by launchers, by Open MPI, and by MPICH and its kin. The last three are ranks.
 OF_MPI = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
 _TRACEBACK = "Traceback (most recent call last):"
 _LINES_OF_LOG = 25
 _PATIENCE_SECONDS = 5.0
+_BETWEEN_LOOKS_SECONDS = 0.2
 
 
 class RanksFailed(Exception):
@@ -48,7 +53,8 @@ def run_ranks(
 ) -> T:
     """Run ``python -m module`` with these arguments on ``world_size`` ranks and return what they found.
 
-    The ranks' output goes to a file, which is kept if they crash. All of them end with this call, however it ends.
+    The ranks' output goes to a file, which is kept if they crash; what they say of their progress is shown meanwhile.
+    All of them end with this call, however it ends.
 
     Args:
         module: gets ``--json FILE`` besides; its rank 0 must write that file, whole or not at all.
@@ -142,10 +148,24 @@ def _launch(arguments: Sequence[str], environment: Mapping[str, str], log: Path)
             start_new_session=True,
         )
         try:
-            process.wait()
+            with log.open("rb") as written:
+                while process.poll() is None:
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(_BETWEEN_LOOKS_SECONDS)
+                    _show_progress(written)
         finally:
             _end(process)
             _remove_buffers(port)
+
+
+def _show_progress(log: BinaryIO) -> None:
+    """What the lines say that have been written since the last look."""
+    while line := log.readline():
+        if not line.endswith(b"\n"):
+            log.seek(-len(line), os.SEEK_CUR)  # the rest of it is still to come
+            return
+        if line.startswith(PROGRESS.encode()):
+            print(f"{line.decode()[len(PROGRESS) :].rstrip()} ...", file=sys.stderr, flush=True)
 
 
 def _free_port() -> int:
@@ -192,6 +212,13 @@ def _remove_buffers(port: int) -> None:
 # ---- the rank's side ------------------------------------------------------------------------------------------------
 
 
+def say_progress(text: str) -> None:
+    """Let the user know what the ranks are at; rank 0 says it for all."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        # In one piece, so that ranks do not interrupt each other.
+        os.write(2, f"{PROGRESS}{text}\n".encode())
+
+
 def say_why(error: BaseException, *, in_words: bool) -> None:
     """Write why this rank failed, for ``describe_failure``; with the traceback unless the message says all."""
     rank = next((os.environ[name] for name in ("RANK", *OF_MPI) if name in os.environ), "?")
@@ -199,7 +226,6 @@ def say_why(error: BaseException, *, in_words: bool) -> None:
     if not in_words:
         message += "".join(traceback.format_exception(error))
     sys.stdout.flush()
-    # In one piece, so that ranks do not interrupt each other.
     os.write(2, f"{message}{END_OF_FAILURE}\n".encode())
 
 

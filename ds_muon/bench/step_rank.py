@@ -33,7 +33,7 @@ from ds_muon.bench.rates import RateMeter
 from ds_muon.bench.step import CANDIDATES, Candidate, Measured, Parts, Planned, RankParts, Run, Task, Wire
 from ds_muon.exchange import element_bytes
 from ds_muon.guard import gather
-from ds_muon.launch import finish, say_why
+from ds_muon.launch import finish, say_progress, say_why
 from ds_muon.verify.gpt import GPT, GPTConfig
 from ds_muon.verify.subject import draw_windows, standard_library
 
@@ -52,6 +52,7 @@ _PATIENCE = 30.0
 _BUILDS = itertools.count()
 # How much of what is free the estimate may fill.
 _SHARE_OF_MEMORY = 0.8
+_ROUNDS_PER_LINE = 10
 
 
 class Text:
@@ -92,6 +93,7 @@ class Contender:
         Raises:
             Exception: what went wrong on this rank, if other ranks are stuck in a collective over it.
         """
+        say_progress(f"building: {self.candidate.name}")
         before = _allocated(self._device)
         problem: Exception | None = None
         try:
@@ -156,6 +158,7 @@ class Contender:
         recorder = Recorder(partial(synchronize, self._device))
         iterations: list[tuple[float, dict[str, float]]] = []
         matmuls = []
+        say_progress(f"measuring the parts of {self.candidate.name}")
         with instrumented(self.engine, recorder):
             for index in range(1 + _INSTRUMENTED):
                 window = text.window(index)
@@ -326,6 +329,8 @@ def _all_at_once(
     for contender in ready:  # what is cached on the device changes hands
         contender.iterate(text.window(WARMUP))
     for index in range(task.rounds):
+        if index % _ROUNDS_PER_LINE == 0:
+            say_progress(f"round {index + 1} of {task.rounds}")
         window = text.window(1 + WARMUP + index)
         for contender in order.sample(ready, len(ready)):
             contender.measure(window)

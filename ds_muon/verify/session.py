@@ -17,6 +17,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 import ds_muon
+from ds_muon.launch import say_progress
 from ds_muon.verify.check import UpdateCheck
 from ds_muon.verify.engine_view import CannotVerify
 from ds_muon.verify.inject import FAULTS, plant
@@ -105,7 +106,8 @@ def _run(task: Task) -> list[Outcome]:
     if task.inject != ALL_FAULTS:
         return [_train(task, task.inject)]
     outcomes: list[Outcome] = []
-    for fault in FAULTS:
+    for number, fault in enumerate(FAULTS, 1):
+        say_progress(f"fault {number} of {len(FAULTS)}: {fault}")
         try:
             outcomes.append(_train(task, fault))
         except _CannotShow as error:

@@ -1,0 +1,111 @@
+"""Ranks on this machine: where they run, what is seen of their progress, and what is told when they fail."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+from ds_muon import launch
+from ds_muon.launch import END_OF_FAILURE, FAILED, PROGRESS, RanksFailed, describe_failure, placement, run_ranks
+
+
+def test_ranks_share_the_cores_of_a_cpu() -> None:
+    environment, devices = placement({"A": "b"}, 2, gpus=1)
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert environment == {"A": "b", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(threads)}
+    assert devices == ["--num_accelerators", "2"]
+    environment, _ = placement({"OMP_NUM_THREADS": "7", "DS_ACCELERATOR": "cpu"}, 2, gpus=8)
+    assert environment == {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "7"}
+
+
+def test_ranks_take_gpus_where_there_are_enough_and_of_those_the_visible_ones() -> None:
+    assert placement({}, 2, gpus=2) == ({"DS_ACCELERATOR": "cuda"}, ["--num_accelerators", "2"])
+    some = placement({"CUDA_VISIBLE_DEVICES": "5,3,6"}, 2, gpus=3)
+    assert some == ({"DS_ACCELERATOR": "cuda"}, ["--include", "localhost:5,3"])
+    named = {"CUDA_VISIBLE_DEVICES": "GPU-1,GPU-2", "DS_ACCELERATOR": "cuda"}
+    assert placement(named, 2, gpus=2) == (named, ["--num_accelerators", "2"])
+
+
+@pytest.mark.parametrize(
+    ("given", "read"), [("9.0a", "9.0"), ("8.0;9.0a", "8.0;9.0"), ("10.0f 9.0", "10.0 9.0"), ("9.0+PTX", "9.0+PTX")]
+)
+def test_architectures_that_deepspeed_cannot_read_lose_their_letter(given: str, read: str) -> None:
+    environment, _ = placement({"TORCH_CUDA_ARCH_LIST": given}, 2, gpus=2)
+    assert environment["TORCH_CUDA_ARCH_LIST"] == read
+
+
+def test_a_failure_is_told_by_the_rank_that_failed_first() -> None:
+    trace = "\n".join(["Traceback (most recent call last):", *(f"  line {i}" for i in range(100))])
+    log = f"[2026-01-01] [INFO] hello\n{FAILED} 1: ValueError: first\n{trace}\n{END_OF_FAILURE}\n{FAILED} 0: second\n"
+    lines = describe_failure(log).splitlines()
+    assert lines[:3] == [f"{FAILED} 1: ValueError: first", "Traceback (most recent call last):", "  ..."]
+    assert lines[-1] == "  line 99" and len(lines) <= 28
+    assert describe_failure(f"noise\n{FAILED} 0: in words\n{END_OF_FAILURE}\nnoise\n") == f"{FAILED} 0: in words"
+
+
+def test_a_crash_without_a_word_is_told_by_the_last_lines() -> None:
+    noise = "[2026-01-01 00:00:00] [INFO] [launch.py:1:main] x\n/a/b.py:3: FutureWarning: old\n  warnings.warn(\n\n"
+    text = describe_failure(noise + "Segmentation fault\n" + noise)
+    assert text.splitlines()[1:] == ["Segmentation fault"]
+
+
+@pytest.mark.ranks
+def test_a_rank_that_a_signal_ended_is_told_of(tmp_path: Path) -> None:
+    """Also where the ranks that it left behind have something to say."""
+    lines = ["import os, time", "if os.environ['RANK'] == '1':", "    os.kill(os.getpid(), 9)", "time.sleep(60)"]
+    (tmp_path / "ended.py").write_text("\n".join(lines))
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    with pytest.raises(RanksFailed, match="a rank was ended by SIGKILL: as the system does when memory runs out"):
+        run_ranks("ended", [], 2, lambda path: None, environment)
+    log = f"{FAILED} 0: RuntimeError: Connection closed by peer\n{END_OF_FAILURE}\n[...] exits with return code = -11\n"
+    assert describe_failure(log).splitlines()[1:] == ["a rank was ended by SIGSEGV"]
+
+
+def test_progress_is_shown_once_and_only_in_whole_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "log"
+    with log.open("wb", buffering=0) as written, log.open("rb") as read:
+        for text, shown in (
+            (f"noise\n{PROGRESS}one\n{PROGRESS}", "one ...\n"),
+            ("t", ""),
+            ("wo\nnoise\n", "two ...\n"),
+            ("", ""),
+            (f"not at the start {PROGRESS}three\n", ""),
+        ):
+            written.write(text.encode())
+            launch._show_progress(read)
+            assert capsys.readouterr().err == shown
+
+
+@pytest.mark.ranks
+def test_progress_is_shown_while_the_ranks_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The rank goes on only when it has been seen."""
+    seen = tmp_path / "seen"
+    lines = [
+        "import pathlib, sys, time",
+        "import torch.distributed as dist",
+        "from ds_muon.launch import say_progress",
+        "dist.init_process_group('gloo')",
+        "say_progress(f'rank {dist.get_rank()}')",
+        f"while not pathlib.Path({str(seen)!r}).exists(): time.sleep(0.05)",
+        "if dist.get_rank() == 0: pathlib.Path(sys.argv[sys.argv.index('--json') + 1]).write_text('done')",
+        "dist.barrier()",
+    ]
+    (tmp_path / "waiting.py").write_text("\n".join(lines))
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join((str(root), str(tmp_path)))}
+    show = launch._show_progress
+
+    def show_and_tell(log: BinaryIO) -> None:
+        show(log)
+        if "rank 0 ...\n" in (text := capsys.readouterr().err):
+            seen.touch()
+        said.append(text)
+
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "_show_progress", show_and_tell)
+        assert run_ranks("waiting", [], 2, Path.read_text, environment) == "done"
+    assert "".join(said) == "starting 2 ranks on the CPU ...\nrank 0 ...\n"
