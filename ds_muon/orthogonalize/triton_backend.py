@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ds_muon.launching import addresses_of, ceil_div, on
+from ds_muon.kernel_launch import addresses_of, ceil_div, on
 from ds_muon.orthogonalize import triton_kernels
 from ds_muon.orthogonalize.coefficients import Triple
 from ds_muon.orthogonalize.graphs import GraphCache, overlapped

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ds_muon.launching import addresses_of, ceil_div, on
+from ds_muon.kernel_launch import addresses_of, ceil_div, on
 from ds_muon.passes import triton_kernels
 
 # Elements of a flat tensor that one program works on: eight for each of its threads.

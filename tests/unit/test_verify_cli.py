@@ -262,7 +262,7 @@ def test_a_factory_is_loaded_from_the_current_folder(tmp_path: Path, monkeypatch
         subject.make_subject("my_broken_module:make", 0, 1)
 
 
-# ---- options, configs, launching ------------------------------------------------------------------------------------
+# ---- options and configs ---------------------------------------------------------------------------------------------
 
 
 def test_options_have_defaults_and_limits(capsys: pytest.CaptureFixture[str]) -> None:
