@@ -13,8 +13,23 @@ from torch import Tensor
 from ds_muon.orthogonalize import NewtonSchulz
 from ds_muon.partition import GroupPlan, Matrix, Slice
 
-# For each rank, the slices that go to it or come from it, in packing order.
-_Routes = tuple[tuple[tuple[Matrix, Slice], ...], ...]
+
+@dataclass(frozen=True)
+class _Routes:
+    """What goes to every rank, or comes from it.
+
+    Attributes:
+        pieces: in packing order: by rank.
+        counts: elements by rank.
+    """
+
+    pieces: tuple[tuple[Matrix, Slice], ...]
+    counts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, by_rank: Sequence[Sequence[tuple[Matrix, Slice]]]) -> _Routes:
+        counts = (sum(piece.numel for _, piece in pieces) for pieces in by_rank)
+        return cls(tuple(entry for pieces in by_rank for entry in pieces), tuple(counts))
 
 
 @dataclass
@@ -68,8 +83,9 @@ class Exchange:
         """Travelling matrices that this rank orthogonalizes, in the order of ``gather``'s result."""
         self._active = bool(plan.travellers)
         self._process_group = process_group
-        self._outgoing = plan.outgoing(rank)
-        self._incoming = plan.incoming(rank)
+        # The same in every step, and work for the host where there are many ranks.
+        self._outgoing = _Routes.of(plan.outgoing(rank))
+        self._incoming = _Routes.of(plan.incoming(rank))
         self._kept = tuple((m, piece) for m in self.owned for piece in m.slices if piece.rank == rank)
 
     def gather(self, partition: Tensor) -> Transfer:
@@ -87,8 +103,8 @@ class Exchange:
         full = {matrix.name: partition.new_empty(matrix.rows * matrix.cols) for matrix in self.owned}
         for matrix, piece in self._kept:
             _of_matrix(full[matrix.name], piece).copy_(_of_partition(partition, piece))
-        packed = _pack([_of_partition(partition, piece) for _, piece in _flat(self._outgoing)], like=partition)
-        targets = [_of_matrix(full[matrix.name], piece) for matrix, piece in _flat(self._incoming)]
+        packed = _pack([_of_partition(partition, piece) for _, piece in self._outgoing.pieces], like=partition)
+        targets = [_of_matrix(full[matrix.name], piece) for matrix, piece in self._incoming.pieces]
         tensors = [full[matrix.name].view(matrix.rows, matrix.cols) for matrix in self.owned]
         return self._all_to_all(packed, self._outgoing, self._incoming, targets, tensors)
 
@@ -106,9 +122,9 @@ class Exchange:
         full = {matrix.name: output.reshape(-1) for matrix, output in zip(self.owned, outputs, strict=True)}
         for matrix, piece in self._kept:
             _of_partition(partition, piece).copy_(_of_matrix(full[matrix.name], piece))
-        leaving = [_of_matrix(full[matrix.name], piece) for matrix, piece in _flat(self._incoming)]
+        leaving = [_of_matrix(full[matrix.name], piece) for matrix, piece in self._incoming.pieces]
         packed = _pack(leaving, like=partition.new_empty(0, dtype=dtype))
-        targets = [_of_partition(partition, piece) for _, piece in _flat(self._outgoing)]
+        targets = [_of_partition(partition, piece) for _, piece in self._outgoing.pieces]
         return self._all_to_all(packed, self._incoming, self._outgoing, targets, [])
 
     def _all_to_all(
@@ -116,8 +132,8 @@ class Exchange:
     ) -> Transfer:
         # As bytes, so that every backend carries every dtype.
         item = packed.element_size()
-        sizes_in = [item * sum(piece.numel for _, piece in route) for route in sent]
-        sizes_out = [item * sum(piece.numel for _, piece in route) for route in received]
+        sizes_in = [item * count for count in sent.counts]
+        sizes_out = [item * count for count in received.counts]
         output = torch.empty(sum(sizes_out), dtype=torch.uint8, device=packed.device)
         work = dist.all_to_all_single(
             output, packed.view(torch.uint8), sizes_out, sizes_in, group=self._process_group, async_op=True
@@ -140,7 +156,3 @@ def _pack(pieces: Sequence[Tensor], *, like: Tensor) -> Tensor:
 def _unpack(packed: Tensor, targets: Sequence[Tensor]) -> None:
     for target, piece in zip(targets, torch.split(packed, [target.numel() for target in targets]), strict=True):
         target.copy_(piece)
-
-
-def _flat(routes: _Routes) -> list[tuple[Matrix, Slice]]:
-    return [entry for route in routes for entry in route]

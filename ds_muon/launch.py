@@ -23,7 +23,6 @@ from types import FrameType
 from typing import BinaryIO, NoReturn, TypeVar
 
 import torch
-import torch.distributed as dist
 
 T = TypeVar("T")
 
@@ -31,7 +30,7 @@ T = TypeVar("T")
 FAILED, END_OF_FAILURE = "ds-muon failed on rank", "ds-muon: end of the failure"
 # How a line of progress begins.
 PROGRESS = "ds-muon: now "
-# Set by launchers, by Open MPI, and by MPICH and its kin. The last three are ranks.
+# The rank, as Open MPI, and MPICH and its kin, set it.
 OF_MPI = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
 _TRACEBACK = "Traceback (most recent call last):"
@@ -90,6 +89,9 @@ def placement(environment: Mapping[str, str], world_size: int, gpus: int) -> tup
 
     They run on what ``DS_ACCELERATOR`` names, else on GPUs if there is one for each, else on the CPU, whose cores they
     share. DeepSpeed's op builder cannot read architectures such as 9.0a: they lose their letter.
+
+    Raises:
+        RanksFailed: there are fewer GPUs than ranks.
     """
     ours = dict(environment)
     if "TORCH_CUDA_ARCH_LIST" in ours:
@@ -97,6 +99,11 @@ def placement(environment: Mapping[str, str], world_size: int, gpus: int) -> tup
     accelerator = ours.setdefault("DS_ACCELERATOR", "cuda" if gpus >= world_size else "cpu")
     if accelerator == "cpu":
         ours.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // world_size)))
+    if accelerator == "cuda" and gpus < world_size:
+        raise RanksFailed(
+            f"DS_ACCELERATOR = cuda: {world_size} ranks need as many GPUs, and torch sees {gpus}. Ask for fewer ranks, "
+            "or set it to cpu"
+        )
     visible = ours.get("CUDA_VISIBLE_DEVICES", "")
     if accelerator == "cuda" and re.fullmatch(r"\d+(,\d+)*", visible):
         # Given a number of accelerators, the launcher would take the machine's first ones instead of these.
@@ -213,8 +220,8 @@ def _remove_buffers(port: int) -> None:
 
 
 def say_progress(text: str) -> None:
-    """Let the user know what the ranks are at; rank 0 says it for all."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    """Let the user know what the ranks are at. Rank 0 says it for all."""
+    if os.environ.get("RANK", "0") == "0":
         # In one piece, so that ranks do not interrupt each other.
         os.write(2, f"{PROGRESS}{text}\n".encode())
 

@@ -71,7 +71,7 @@ class Matrix:
 
     @property
     def travels(self) -> bool:
-        """Whether its owner is another rank than its only holder: every other slice crosses the network, both ways."""
+        """Whether it does not lie whole on its owner: every slice of other ranks crosses the network, both ways."""
         return self.holders != (self.owner,)
 
     @property

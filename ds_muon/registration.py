@@ -24,7 +24,7 @@ from deepspeed.utils import log_dist, logger
 from torch import nn
 
 from ds_muon.config import ADAM_LR_WARNING, DSMuonConfig
-from ds_muon.guard import raise_together
+from ds_muon.guard import gather, raise_together
 from ds_muon.optimizer import DSMuon
 from ds_muon.param_groups import GROUP_KEYS, split_param_groups
 from ds_muon.param_order import default_settings, fastest_order
@@ -52,6 +52,7 @@ _ZERO_METHODS = (
     "get_param_id",
     "_update_scale",
     "update_lp_params",
+    "state_dict",
     "load_state_dict",
     "_lazy_init_hp_params_optimizer_state",
 )
@@ -245,7 +246,13 @@ def _prepare(engine: Any, model: nn.Module) -> _Prepared:
         prepared.routing.digest(prepared.config.model_dump_json()),
         "build the same model and read the same DeepSpeed config",
     )
-    _agree(prepared.iteration.encode(), 'set "ns_backend" and "ns_dtype" to what each of them can run')
+    iterations = gather(prepared.iteration, None)
+    for rank, iteration in enumerate(iterations):
+        if iteration != iterations[0]:
+            raise DSMuonRefusal(
+                f"rank {rank} would run Newton-Schulz by {iteration}, rank 0 by {iterations[0]}: "
+                'set "ns_backend" and "ns_dtype" to what every rank can run'
+            )
     return prepared
 
 
@@ -282,10 +289,8 @@ def _facts(engine: Any, groups: list[dict[str, Any]]) -> bytes:
 
 def _agree(digest: bytes, remedy: str) -> None:
     """Raise on every rank if ranks bring different digests."""
-    digests: list[bytes] = [b""] * dist.get_world_size()
-    dist.all_gather_object(digests, digest)
-    if len(set(digests)) > 1:
-        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    digests = gather(digest, None)
+    if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         raise DSMuonRefusal(
             f"ranks {others} have other parameters, routes, param groups or settings than rank 0; "
             f"{remedy} on every rank"

@@ -137,9 +137,9 @@ class MuonGroup:
         if self.row_variance is not None:
             self.row_variance.agree()
         # Scaled by their holders: what travels is what Newton-Schulz returned, in its own dtype.
-        to_scale = [(piece, self._scale(matrix)) for matrix, piece in step.pieces if matrix.travels]
-        if to_scale:
-            torch._foreach_mul_([piece for piece, _ in to_scale], [scale for _, scale in to_scale])
+        scaled = [(piece, self._scale(matrix)) for matrix, piece in step.pieces if matrix.travels]
+        if scaled := [(piece, scale) for piece, scale in scaled if scale != 1.0]:
+            torch._foreach_mul_([piece for piece, _ in scaled], [scale for _, scale in scaled])
 
     def _send_back(self, waiting: Sequence[_Batch], step: _Step) -> Transfer:
         """Orthogonalize what has been gathered, and what shares its batches, and start to return the results."""
@@ -161,6 +161,8 @@ class MuonGroup:
         targets = [u for _, u in batch]
         here, away = (None, None) if factors is None else (factors[:count], factors[count:])
         store_updates(outputs[:count], targets[:count], scale=self._scale(batch[0][0]), factors=here)
+        if count == len(batch):
+            return ()
         if away is not None:
             store_updates(outputs[count:], targets[count:], factors=away)
             return targets[count:]

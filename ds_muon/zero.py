@@ -31,6 +31,9 @@ from ds_muon.refusals import SUPPORTED_DEEPSPEED
 from ds_muon.stage import MuonGroup, in_turns
 from ds_muon.verify.in_training import TrainingCheck
 
+# Of a checkpoint's shard: for each group, names and offsets of its parameters in flat order.
+_LAYOUT = "ds_muon_layout"
+
 
 class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
     """``DeepSpeedZeroOptimizer`` with DSMuon's step. Built by the engine, with the arguments of its base class.
@@ -305,6 +308,19 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
+    def state_dict(self) -> dict[str, Any]:
+        """DeepSpeed's, and where every parameter of each group begins in the flat buffers."""
+        state: dict[str, Any] = super().state_dict()
+        state[_LAYOUT] = self._layout()
+        return state
+
+    def _layout(self) -> list[list[tuple[str, int]]]:
+        groups = zip(self.round_robin_bit16_groups, self.round_robin_bit16_offsets, strict=True)
+        return [
+            [(self.param_names[p], int(offset)) for p, offset in zip(group, offsets, strict=True)]
+            for group, offsets in groups
+        ]
+
     def load_state_dict(
         self,
         state_dict_list: list[dict[str, Any]],
@@ -318,8 +334,8 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
 
         Raises:
             NotImplementedError: a universal checkpoint.
-            ValueError: the checkpoint was cut otherwise: other routing, grouping or order of parameters. Ranks that
-                do not see it themselves raise a RuntimeError that quotes one that does.
+            ValueError: the checkpoint was saved by another optimizer, or the flat buffers were laid out otherwise:
+                other routing, grouping, order or alignment of parameters.
         """
         if checkpoint_folder is not None:
             raise NotImplementedError(
@@ -340,14 +356,25 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         self._lazy_init_hp_params_optimizer_state()
 
     def _layout_error(self, shard: dict[str, Any]) -> ValueError | None:
-        saved, ours = shard[deepspeed_zero.PARAM_SLICE_MAPPINGS], self._param_slice_mappings
+        """What to do about flat buffers that were laid out otherwise."""
+        saved, ours = shard.get(_LAYOUT), self._layout()
+        if saved is None:  # another optimizer's: DeepSpeed's links show groups and cuts, if not every order
+            same = shard[deepspeed_zero.PARAM_SLICE_MAPPINGS] == self._param_slice_mappings
+            saved = ours if same else []
         if saved == ours:
             return None
-        # Of the saved ones, this rank's; of ours all, for in another order they are with other ranks.
-        group_of = {self.param_names[p]: i for i, group in enumerate(self.bit16_groups) for p in group}
-        moved = [name for i, group in enumerate(saved) for name in group if group_of.get(name) != i]
-        example = f"{moved[0]!r} is in another param group" if moved else "parameters lie in another order"
+        group_of = {name: i for i, group in enumerate(ours) for name, _ in group}
+        moved = [name for i, group in enumerate(saved) for name, _ in group if group_of.get(name) != i]
+        if moved or len(saved) != len(ours):
+            what = f"{moved[0]!r} is in another param group" if moved else "it has other param groups"
+            keys = "model, param groups, muon_params and adamw_params"
+        elif [[name for name, _ in group] for group in saved] != [[name for name, _ in group] for group in ours]:
+            what = "parameters lie in another order"
+            keys = "model, order of parameters, param_order and zero_optimization.round_robin_gradients"
+        else:
+            what = "parameters begin at other places"
+            keys = "shapes of parameters and zero_optimization.parameter_alignment"
         return ValueError(
-            f"this checkpoint does not fit the optimizer: {example}. Use the model, param groups, muon_params, "
-            "adamw_params and param_order it was saved with, or load_checkpoint(load_module_only=True)"
+            f"this checkpoint does not fit the optimizer: {what}. Use the {keys} it was saved with, or "
+            "load_checkpoint(load_module_only=True)"
         )

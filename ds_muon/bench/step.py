@@ -380,13 +380,13 @@ def run(
     """
     gpus = torch.cuda.device_count()
     world_size = world_size or default_world_size(os.environ, gpus)
-    environment, _ = placement(os.environ, world_size, gpus)
-    on_cpu = environment["DS_ACCELERATOR"] == "cpu"
     environment = dict(os.environ)
-    if on_cpu:
-        # DeepSpeed's Muon is compiled, on a CPU for minutes and to no use.
-        environment.setdefault("TORCHDYNAMO_DISABLE", "1")
     try:
+        placed, _ = placement(environment, world_size, gpus)
+        on_cpu = placed["DS_ACCELERATOR"] == "cpu"
+        if on_cpu:
+            # DeepSpeed's Muon is compiled, on a CPU for minutes and to no use.
+            environment.setdefault("TORCHDYNAMO_DISABLE", "1")
         task = Task(
             model=model or ("tiny" if on_cpu else "303m"),
             stage=stage,

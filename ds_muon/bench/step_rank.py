@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import deepspeed
 import torch
@@ -30,20 +30,28 @@ import ds_muon
 from ds_muon.bench.clock import Yardstick, synchronize
 from ds_muon.bench.parts import PARTS, Recorder, instrumented
 from ds_muon.bench.rates import RateMeter
-from ds_muon.bench.step import CANDIDATES, Candidate, Measured, Parts, Planned, RankParts, Run, Task, Wire
+from ds_muon.bench.step import (
+    CANDIDATES,
+    COULD_NOT_RUN,
+    Candidate,
+    Measured,
+    Parts,
+    Planned,
+    RankParts,
+    Run,
+    Task,
+    Wire,
+)
 from ds_muon.exchange import element_bytes
 from ds_muon.guard import gather
 from ds_muon.launch import finish, say_progress, say_why
 from ds_muon.verify.gpt import GPT, GPTConfig
 from ds_muon.verify.subject import draw_windows, standard_library
 
-T = TypeVar("T")
-
 SEED = 0
 HEAD_SIZE = 64
 WARMUP = 3
 PASSES = 2
-_COULD_NOT_RUN = 2
 # Instrumented iterations, beside one that is dropped.
 _INSTRUMENTED = 12
 # How long a rank that failed gives others to fail as well, in seconds, before it ends the run.
@@ -329,8 +337,7 @@ def _all_at_once(
     for contender in ready:  # what is cached on the device changes hands
         contender.iterate(text.window(WARMUP))
     for index in range(task.rounds):
-        if index % _ROUNDS_PER_LINE == 0:
-            say_progress(f"round {index + 1} of {task.rounds}")
+        _say_round(index, task)
         window = text.window(1 + WARMUP + index)
         for contender in order.sample(ready, len(ready)):
             contender.measure(window)
@@ -350,12 +357,18 @@ def _one_at_a_time(
                 contender.build(task, text)
             if contender.problem is None:
                 for index in range(task.rounds * share // PASSES, task.rounds * (share + 1) // PASSES):
+                    _say_round(index, task)
                     contender.measure(text.window(1 + WARMUP + index))
                 if share == PASSES - 1 and _is_ours(contender):
                     yardstick = make_yardstick()
                     contender.measure_parts(text, yardstick)
             contender.destroy()
     return yardstick or make_yardstick()
+
+
+def _say_round(index: int, task: Task) -> None:
+    if index % _ROUNDS_PER_LINE == 0:
+        say_progress(f"round {index + 1} of {task.rounds}")
 
 
 def _is_ours(contender: Contender) -> bool:
@@ -391,7 +404,7 @@ def main() -> NoReturn:
         dist.barrier()
     except BaseException as error:
         say_why(error, in_words=False)
-        os._exit(_COULD_NOT_RUN)
+        os._exit(COULD_NOT_RUN)
     finish(0)
 
 

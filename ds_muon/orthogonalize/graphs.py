@@ -129,17 +129,11 @@ class _Graph:
         self._source, self._held = source.clone(), source
         self._used_on = torch.cuda.current_stream(source.device)
         self._graph = torch.cuda.CUDAGraph()
-        pool = torch.cuda.graph_pool_handle()  # a pool of its own
         # Always the same: memory is used again by the stream that it was allocated for.
         (stream,) = _streams(source.device, 1)
         stream.wait_stream(self._used_on)
-        with torch.cuda.stream(stream), _nothing_is_collected():
-            # Other threads, such as NCCL's watchdog, may go on talking to the device.
-            self._graph.capture_begin(pool, capture_error_mode="thread_local")
-            try:
-                work(self._source, memory)
-            finally:
-                _end_capture(self._graph, pool)
+        with torch.cuda.stream(stream), _nothing_is_collected(), _capturing(self._graph):
+            work(self._source, memory)
         self._used_on.wait_stream(stream)
 
     def replay(self, source: Tensor) -> None:
@@ -155,17 +149,29 @@ class _Graph:
         self._graph.replay()
 
 
-def _end_capture(graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> None:
-    """End it for torch's allocator, too, if CUDA has broken it off.
-
-    Until then, the allocator uses no memory again that a second stream has used.
-    """
+@contextmanager
+def _capturing(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+    """The work inside is captured; where that fails, it ends for torch's allocator, too."""
+    pool = torch.cuda.graph_pool_handle()  # of its own
     try:
-        graph.capture_end()
+        # Other threads, such as NCCL's watchdog, may go on talking to the device.
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        try:
+            yield
+        finally:
+            graph.capture_end()
     except RuntimeError:
-        with suppress(AttributeError, RuntimeError):  # in older versions of torch there is no such function
-            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+        _end_allocating_to(pool)
         raise
+
+
+def _end_allocating_to(pool: tuple[int, int]) -> None:
+    """After a capture that CUDA broke off, the allocator would use no memory again that a second stream has used."""
+    for name in ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool"):  # the second before torch 2.8
+        if (end := getattr(torch._C, name, None)) is not None:
+            with suppress(RuntimeError):  # it has ended: something else failed
+                end(torch.cuda.current_device(), pool)
+            return
 
 
 @contextmanager

@@ -4,7 +4,7 @@ Both forms apply the same polynomial to the singular values of X. ``standard`` m
 (Dao-AILab, gram-newton-schulz, 2026) iterates on the small Gram matrix R = X X^T and multiplies X only where it
 restarts and at the end, which saves work when X is wide. A backend runs it with its own operations.
 
-Shapes: X is (batch, m, n) with m <= n; R, W, Q, T are (batch, m, m). Everything is in one dtype; products of
+Shapes: X is (batch, m, n) with m <= n; R, W, Q are (batch, m, m). Everything is in one dtype; products of
 half-precision operands accumulate in fp32, unless the user has allowed torch less.
 """
 

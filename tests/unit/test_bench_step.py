@@ -11,7 +11,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +39,7 @@ ELEMENTS = 3 * 12 * 128**2 + 2 * 256 * 128 + 7 * 128
 def bench(*arguments: str) -> tuple[int, str]:
     """Exit code and output of the command, on CPU ranks."""
     out = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out):
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(out):
         patch.setenv("DS_ACCELERATOR", "cpu")
         code = cli.main(["bench", "step", *arguments])
     return code, out.getvalue()
@@ -80,6 +80,12 @@ def test_what_is_absent_is_listed_with_the_reason(entries: dict[str, dict[str, A
     for name, reason in ((ADAMW, "a kernel for GPUs"), (ours[1], "Triton needs a GPU")):
         assert reason in entries[name]["problem"] and entries[name]["problem"] in ran[1]
         assert entries[name]["ms"] is None and entries[name]["times_ms"] == [] and entries[name]["parts"] is None
+
+
+def test_it_says_what_it_is_at(ran: Any) -> None:
+    lines = ran[1].splitlines()
+    for at in (f"building: {OURS}, torch", f"round 1 of {ROUNDS}", f"measuring the parts of {OURS}, torch"):
+        assert f"{at} ..." in lines
 
 
 def test_surcharges_are_differences_of_medians(entries: dict[str, dict[str, Any]], ran: Any) -> None:
@@ -158,7 +164,7 @@ def test_engines_built_one_after_another_share_the_rounds(folder: Path) -> None:
     code, out = bench("--candidates", "dsmuon", *arguments, "--json", str(path))
     found = json.loads(path.read_text())
     assert code == 0 and found["passes"] == 2 and found["baseline"] is None and "no AdamW was measured" in out
-    assert "built in 2 passes, one at a time" in out and "ZeRO-1" in out
+    assert "built in 2 passes, one at a time" in out and "ZeRO-1" in out and "round 1 of 3 ..." in out.splitlines()
     (entry,) = found["candidates"]
     assert len(entry["times_ms"]) == 3 and entry["surcharge_ms"] is None and entry["over_muon"] is None
     assert entry["optimizer"]["params"]["variant"] == "normuon"

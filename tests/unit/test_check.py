@@ -332,6 +332,7 @@ def draw(shape: tuple[int, ...], generator: torch.Generator, one_direction: bool
         ("float32", "float32", 1, "quintic", "polar_express"),
         ("float32", "float16", 1, "polar_express", "quintic"),
         ("bfloat16", "bfloat16", 4, "quintic", "polar_express"),
+        ("bfloat16", "bfloat16", 4, "polar_express", "quintic"),
         ("float16", "float16", 8, "polar_express", "quintic"),
     ],
 )

@@ -29,6 +29,12 @@ def test_ranks_take_gpus_where_there_are_enough_and_of_those_the_visible_ones() 
     assert placement(named, 2, gpus=2) == (named, ["--num_accelerators", "2"])
 
 
+def test_ranks_that_have_no_gpu_each_are_not_started() -> None:
+    for environment in ({"DS_ACCELERATOR": "cuda"}, {"DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": "3"}):
+        with pytest.raises(RanksFailed, match="2 ranks need as many GPUs, and torch sees 1"):
+            placement(environment, 2, gpus=1)
+
+
 @pytest.mark.parametrize(
     ("given", "read"), [("9.0a", "9.0"), ("8.0;9.0a", "8.0;9.0"), ("10.0f 9.0", "10.0 9.0"), ("9.0+PTX", "9.0+PTX")]
 )
@@ -89,7 +95,8 @@ def test_progress_is_shown_while_the_ranks_run(tmp_path: Path, capsys: pytest.Ca
         "from ds_muon.launch import say_progress",
         "dist.init_process_group('gloo')",
         "say_progress(f'rank {dist.get_rank()}')",
-        f"while not pathlib.Path({str(seen)!r}).exists(): time.sleep(0.05)",
+        "end = time.monotonic() + 60",
+        f"while not pathlib.Path({str(seen)!r}).exists() and time.monotonic() < end: time.sleep(0.05)",
         "if dist.get_rank() == 0: pathlib.Path(sys.argv[sys.argv.index('--json') + 1]).write_text('done')",
         "dist.barrier()",
     ]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -71,9 +75,24 @@ def initialize(config: dict[str, Any], kind: str = "plain") -> None:
     if kind == "unknown key on rank 1" and rank == 1:
         config["optimizer"]["params"]["ns_step"] = 4
     try:
-        start(model, config, **kwargs)
+        with another_dtype() if kind == "other dtype on rank 1" and rank == 1 else nullcontext():
+            start(model, config, **kwargs)
     finally:
         groups.mesh_device = groups.mpu = None
+
+
+@contextmanager
+def another_dtype() -> Iterator[None]:
+    """As where "auto" finds other hardware."""
+    from ds_muon import DSMuonConfig
+
+    resolve = DSMuonConfig.newton_schulz
+
+    def to_bfloat16(config: DSMuonConfig, device: torch.device) -> Any:
+        return replace(resolve(config, device), dtype=torch.bfloat16)
+
+    with patch.object(DSMuonConfig, "newton_schulz", to_bfloat16):
+        yield
 
 
 class _Mpu:
@@ -174,6 +193,7 @@ MODELS = {
     "one matrix less on rank 1": "ranks [1] have other",
     "other layout on rank 1": "ranks [1] have other",
     "other clipping on rank 1": "ranks [1] have other",
+    "other dtype on rank 1": "rank 1 would run Newton-Schulz by torch in torch.bfloat16, rank 0 by torch in",
     "tensor parallel": "tensor-parallel weights (p0)",
     "foreign parameter": "not a parameter of the model",
     "moe": "reduce_scatter: true",

@@ -14,7 +14,8 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -372,10 +373,26 @@ def run(folder: Path, *command: str, **variables: str) -> subprocess.CompletedPr
     )
 
 
+@contextmanager
+def ended_after(seconds: int) -> Iterator[None]:
+    """What hangs fails instead."""
+
+    def stop(signum: int, frame: object) -> None:
+        raise TimeoutError(f"{seconds} s are over")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def verify(folder: Path, *options: str, port: int | None = None) -> subprocess.CompletedProcess[str]:
     """The command in this process: importing DeepSpeed once more would take longer than many a run."""
     stdout, stderr = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr), ended_after(240):
         patch.chdir(folder)
         for name, value in environment().items():
             patch.setenv(name, value)
