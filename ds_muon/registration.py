@@ -55,8 +55,16 @@ _ZERO_METHODS = (
     "state_dict",
     "load_state_dict",
     "_lazy_init_hp_params_optimizer_state",
+    "loss_scale",
+    "destroy",
 )
 _ZERO_ATTRIBUTES = (
+    "optimizer",
+    "device",
+    "overflow",
+    "dynamic_loss_scale",
+    "_global_grad_norm",
+    "round_robin_gradients",
     "bit16_groups",
     "round_robin_bit16_groups",
     "round_robin_bit16_offsets",
@@ -84,6 +92,8 @@ _MODULE_NAMES = (
     (
         deepspeed_zero,
         (
+            "DeepSpeedZeroOptimizer",
+            "version",
             "INITIAL_MICRO_STEP_ID",
             "OPTIMIZER_TIMERS",
             "OPTIMIZER_GRADIENTS_TIMER",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import subprocess
 import sys
 from typing import Any
@@ -12,7 +14,7 @@ from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 
 import ds_muon
-from ds_muon import registration
+from ds_muon import registration, zero
 from tests.unit.models import Block, PrescribedGradients, ds_config, start
 from tests.unit.ranks import run_ranks
 
@@ -45,14 +47,24 @@ def test_a_deepspeed_without_the_parts_is_refused_by_name() -> None:
         registration._check_parts()
 
 
+def test_every_part_that_the_zero_optimizer_takes_from_deepspeeds_is_looked_for() -> None:
+    tree = ast.parse(inspect.getsource(zero))
+    used: dict[str, set[str]] = {"self": set(), "deepspeed_zero": set()}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in used:
+            used[node.value.id].add(node.attr)
+    base = deepspeed_zero.DeepSpeedZeroOptimizer
+    theirs = used["self"] & {*dir(base), *base.__init__.__code__.co_names}
+    assert theirs <= {*registration._ZERO_METHODS, *registration._ZERO_ATTRIBUTES}
+    assert used["deepspeed_zero"] <= set(dict(registration._MODULE_NAMES)[deepspeed_zero])
+
+
 def test_a_zero_optimizer_that_lays_out_otherwise_is_refused() -> None:
     """The plan is compared with ZeRO's own layout when the engine is built."""
     assert "lays out" in str(run_ranks(1, shifted_layout)[0])
 
 
 def shifted_layout() -> str:
-    from ds_muon import zero
-
     def shifted(*args: Any, **kwargs: Any) -> Any:
         layout = ds_muon.flat_layout(*args, **kwargs)
         return ds_muon.FlatLayout(layout.order, tuple(o + 2 for o in layout.offsets), layout.partition_size)
