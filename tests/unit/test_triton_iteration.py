@@ -49,7 +49,7 @@ def iterate(x: Tensor, form: Callable[..., Tensor]) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", [newton_schulz.standard, newton_schulz.gram])
 def test_iterations_match_the_reference(form: Callable[..., Tensor], dtype: torch.dtype) -> None:
-    sides = [(15, 15), (31, 37), (67, 61), (16, 1024), (130, 40)]
+    sides = [(15, 15), (31, 37), (67, 61), *(((16, 1024), (130, 40)) if GPU else ((16, 200), (70, 40)))]
     # The rounding of so few elements moves the norm, which the reference puts right.
     sides += [(1, 1), (2, 3)] if dtype == torch.float32 else []
     for rows, cols in [*sides, *(((1000, 1000), (512, 2050)) if GPU else ())]:
