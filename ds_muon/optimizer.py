@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer
 
 from ds_muon.config import DSMuonConfig
 from ds_muon.param_groups import GROUP_KEYS
-from ds_muon.passes import advance_momentum_, apply_update_
+from ds_muon.passes import Where, advance_momentum_, apply_update_
 from ds_muon.routing import Routing
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -42,6 +42,7 @@ class DSMuon(Optimizer):
         self.config = config
         self.routing = routing
         self._adamw: torch.optim.AdamW | None = None
+        self._where: dict[int, Where] = {}
 
     @property
     def adamw_groups(self) -> list[dict[str, Any]]:
@@ -51,7 +52,7 @@ class DSMuon(Optimizer):
         """Allocate all state as zeros, once the groups hold their flat partitions.
 
         Args:
-            rows: of all matrices together, per Muon group.
+            rows: of all matrices together, counted as outputs, per Muon group.
 
         ZeRO links state tensors to model parameters only once, so they must exist before the first step and be
         written in place ever after.
@@ -63,7 +64,7 @@ class DSMuon(Optimizer):
                     self.state[p] = {"momentum_buffer": torch.zeros_like(p, dtype=dtype, requires_grad=False)}
                     if self.config.variant == "normuon":
                         # A column: ZeRO takes state of the flat partition's own shape for a piece of the parameters.
-                        self.state[p]["row_variance"] = torch.zeros((rows[i], 1), device=p.device)
+                        self.state[p]["row_variance"] = torch.zeros((rows[i], 1), dtype=torch.float32, device=p.device)
                 else:
                     self.state[p] = {
                         "step": torch.zeros((), dtype=torch.float32, device=p.device),
@@ -93,14 +94,15 @@ class DSMuon(Optimizer):
         variance: Tensor | None = self.state[p].get("row_variance")
         return variance
 
-    def advance_momentum_(self, group_index: int, gradient: Tensor, where: Tensor) -> None:
+    def advance_momentum_(self, group_index: int, gradient: Tensor, where: Where) -> None:
         """Move the momentum of a Muon group by one averaged, unscaled gradient and turn the gradient into U in place.
 
         Args:
             group_index: a Muon group.
             gradient: (partition_size,) fp32; overwritten.
-            where: bool scalar on the device: whether the momentum may move.
+            where: which of the partition's matrices move, in momentum now and in weight in ``step``.
         """
+        self._where[group_index] = where
         group = self.param_groups[group_index]
         momentum_buffer, momentum, nesterov = self.momentum_buffer(group_index), group["momentum"], group["nesterov"]
         advance_momentum_(gradient, momentum_buffer, momentum=momentum, nesterov=nesterov, where=where)
@@ -109,18 +111,20 @@ class DSMuon(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Apply what has been staged in ``.grad``: the update ``s O`` of Muon groups, the gradient of AdamW groups.
 
-        Moves every group that has a ``.grad``; the ``.grad`` of Muon groups is used up.
+        Moves every group that has a ``.grad``, of Muon's the matrices that move. The ``.grad`` of Muon groups is used
+        up.
 
         Raises:
             ValueError: a closure was given.
         """
         if closure is not None:
             raise ValueError("DSMuon.step takes no closure: its gradients come from the ZeRO optimizer")
-        for group in self.param_groups:
+        for i, group in enumerate(self.param_groups):
             if group["use_muon"]:
+                lr, weight_decay, where = group["lr"], group["weight_decay"], self._where.pop(i, None)
                 for p in group["params"]:
                     if p.grad is not None:
-                        apply_update_(p, p.grad, lr=group["lr"], weight_decay=group["weight_decay"])
+                        apply_update_(p, p.grad, lr=lr, weight_decay=weight_decay, where=where)
         if self._adamw is not None:
             # A trainer may have given this optimizer new lists since the last step; the dicts in them are shared.
             self._adamw.param_groups, self._adamw.state = self.adamw_groups, self.state

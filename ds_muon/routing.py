@@ -19,6 +19,8 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
+from ds_muon.partition import Layout
+
 Half: TypeAlias = Literal["muon", "adamw", "none"]
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -54,7 +56,10 @@ class RoutingError(ValueError):
 
 @dataclass(frozen=True)
 class Route:
-    """One tensor: its first name, all its names, and the decision. Half "none" is not trained."""
+    """One tensor: its first name, all its names, and the decision. Half "none" is not trained.
+
+    ``layout`` says what the rows of a matrix are, by the type of the module that its first name belongs to.
+    """
 
     name: str
     names: tuple[str, ...]
@@ -62,6 +67,7 @@ class Route:
     numel: int
     half: Half
     reason: str
+    layout: Layout = "out_in"
 
 
 @dataclass(frozen=True)
@@ -73,12 +79,17 @@ class Routing:
     def of_half(self, half: Half) -> list[Route]:
         return [route for route in self.routes if route.half == half]
 
+    def layouts(self) -> dict[str, Layout]:
+        """How each tensor lies in memory, by its first name."""
+        return {route.name: route.layout for route in self.routes}
+
     def table(self) -> str:
         """One aligned line per tensor: name (and a second one, if tied), shape, half, reason."""
         rows = [("name", "shape", "half", "reason")]
         for route in self.routes:
             name = " = ".join(route.names[:2]) + (" = ..." if len(route.names) > 2 else "")
-            rows.append((name, " x ".join(map(str, route.shape)) or "scalar", route.half, route.reason))
+            reason = route.reason + (", stored in x out" if route.layout == "in_out" else "")
+            rows.append((name, " x ".join(map(str, route.shape)) or "scalar", route.half, reason))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
         return "\n".join(line.rstrip() for line in lines)
@@ -95,8 +106,8 @@ class Routing:
         return lines
 
     def digest(self, extra: str = "") -> bytes:
-        """SHA-256 over names, shapes, halves and ``extra``: equal on two ranks that route equally."""
-        facts = [[route.names, route.shape, route.half] for route in self.routes]
+        """SHA-256 over names, shapes, halves, layouts and ``extra``: equal on two ranks that route equally."""
+        facts = [[route.names, route.shape, route.half, route.layout] for route in self.routes]
         return hashlib.sha256(json.dumps([facts, extra]).encode()).digest()
 
 
@@ -123,7 +134,8 @@ def route(model: nn.Module, *, muon_params: Sequence[str] = (), adamw_params: Se
     for tensor in tensors:
         half, reason = _decide(tensor, heads, muon_params, adamw_params)
         param = tensor.param
-        routes.append(Route(tensor.name, tensor.names, tuple(param.shape), param.numel(), half, reason))
+        layout: Layout = "in_out" if param.ndim == 2 and _is_conv1d(tensor.owners[0]) else "out_in"
+        routes.append(Route(tensor.name, tensor.names, tuple(param.shape), param.numel(), half, reason, layout))
     routing = Routing(tuple(routes))
     if not routing.of_half("muon"):
         raise RoutingError(
@@ -172,6 +184,12 @@ def _tensors(model: nn.Module) -> list[_Tensor]:
         _Tensor(params[key], tuple(names[key]), tuple(modules[_owner_path(name)] for name in names[key]))
         for key in names
     ]
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Whether it is transformers' Conv1D, GPT-2's linear layer, which stores its weight in x out. Imports nothing."""
+    ancestors = type(module).__mro__
+    return any(a.__name__ == "Conv1D" and a.__module__.partition(".")[0] == "transformers" for a in ancestors)
 
 
 def _check_matches(key: str, patterns: Sequence[str], tensors: list[_Tensor]) -> None:

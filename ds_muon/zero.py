@@ -23,10 +23,11 @@ from torch import Tensor
 
 from ds_muon.capture import NanCapture
 from ds_muon.exchange import element_bytes
-from ds_muon.guard import Findings, StepGuard, gather, raise_together
+from ds_muon.guard import Findings, StepGuard, Verdict, gather, raise_together
 from ds_muon.optimizer import LARGEST_IN_LIST, DSMuon
 from ds_muon.orthogonalize import release
-from ds_muon.partition import Plan, flat_layout, make_plan
+from ds_muon.partition import Plan, flat_layout, make_plan, out_and_in
+from ds_muon.passes import sum_of_squares
 from ds_muon.refusals import SUPPORTED_DEEPSPEED
 from ds_muon.stage import MuonGroup, in_turns
 from ds_muon.verify.in_training import TrainingCheck
@@ -75,7 +76,9 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
 
     def initialize_optimizer_states(self) -> None:
         muon = [i for i, group in enumerate(self.optimizer.param_groups) if group["use_muon"]]
-        self.optimizer.init_state([sum(p.shape[0] for p in self.bit16_groups[i]) for i in muon])
+        stored = self.optimizer.routing.layouts()
+        outputs = [[out_and_in(*shape, stored[name])[0] for name, shape in self._shapes(i)] for i in muon]
+        self.optimizer.init_state([sum(of_group) for of_group in outputs])
 
     def destroy(self) -> None:
         self.guard.close()
@@ -117,6 +120,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
             world_size,
             self.newton_schulz.cost,
             element_bytes=element_bytes(self.newton_schulz, normuon=normuon),
+            stored=self.optimizer.routing.layouts(),
         )
 
     # ---- gradients, as DeepSpeed's reduction leaves them --------------------------------------------------------
@@ -205,15 +209,11 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         self.steps += 1
         with self._timed(deepspeed_zero.OPTIMIZER_GRADIENTS_TIMER):
             gradients = [self._take_gradient(i) for i in range(len(self.bit16_groups))]
-            # Asked before this step's captures replace those of the last.
-            measures = self.guard.measure(gradients, self._capture.stops_training)
-            squares = measures[:-1]
-            may_move = self.guard.may_move(squares, squares[len(self.muon_groups) :])
-            known = self.guard.report(measures, may_move)
+            verdict = self._measure(gradients)
         with self._timed(deepspeed_zero.OPTIMIZER_STEP_TIMER):
-            self._stage(gradients, may_move)
+            self._stage(gradients, verdict)
             updates = gradients[: len(self.muon_groups)]
-            findings = self.guard.wait_for_findings(known, updates, self._capture.stops_training)
+            findings = self.guard.decide(verdict, updates, self._capture.stops_training)
             # Neither a spike nor a bad kernel says anything of the loss scale.
             self._update_scale(not findings.gradients_are_finite)
             self._global_grad_norm: float | None = findings.norm if self.compute_grad_norm else None
@@ -226,14 +226,23 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         with self._timed(deepspeed_zero.OPTIMIZER_ALLGATHER_TIMER):
             self.update_lp_params()
 
-    def _stage(self, gradients: Sequence[Tensor], may_move: Tensor) -> None:
+    def _measure(self, gradients: Sequence[Tensor]) -> Verdict:
+        """What the gradients of all ranks say of the step; they are not modified. A collective."""
+        count = len(self.muon_groups)
+        of_muon = [group.squares(gradient) for group, gradient in zip(self.muon_groups, gradients[:count], strict=True)]
+        of_adamw = [sum_of_squares(gradient) for gradient in gradients[count:]]
+        # Asked before this step's captures replace those of the last.
+        return self.guard.measure(of_muon, of_adamw, self._capture.stops_training)
+
+    def _stage(self, gradients: Sequence[Tensor], verdict: Verdict) -> None:
         """Turn every Muon gradient, in place, into what ``DSMuon.step`` applies; AdamW's is that already."""
         # A step that the gradients forbid has nothing to show.
-        self._capture.start_step(self.steps, may_move)
+        self._capture.start_step(self.steps, verdict.may_move)
 
         def begin(i: int) -> None:
-            self.optimizer.advance_momentum_(i, gradients[i], may_move)
-            self.muon_groups[i].begin(gradients[i], self.optimizer.row_variance(i))
+            group, moves = self.muon_groups[i], verdict.moves[i]
+            self.optimizer.advance_momentum_(i, gradients[i], group.where(gradients[i], moves))
+            group.begin(gradients[i], self.optimizer.row_variance(i), moves)
 
         in_turns(self.muon_groups, begin)
 

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from ds_muon.passes import torch_passes
+from ds_muon.passes.segments import Segments, Where
 
 _LOGGER = logging.getLogger(__name__)
 
-__all__ = ["advance_momentum_", "apply_update_", "store_updates", "sum_of_squares"]
+__all__ = ["Segments", "Where", "advance_momentum_", "apply_update_", "store_updates", "sum_of_squares"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
