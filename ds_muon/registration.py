@@ -218,6 +218,10 @@ def _configure_zero_optimizer(original: Callable[..., Any], engine: Any, optimiz
         zero_optimizer = original(optimizer)
     finally:
         deepspeed_engine.DeepSpeedZeroOptimizer = usual
+    if every := optimizer.config.verify_every:
+        from ds_muon.verify.in_training import TrainingCheck
+
+        zero_optimizer.training_check = TrainingCheck(zero_optimizer, engine.module, every)
     log_dist(f"[ds_muon] {zero_optimizer.plan.summary()}", ranks=[0])
     return zero_optimizer
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,9 @@ from ds_muon.partition import Plan, flat_layout, make_plan, out_and_in
 from ds_muon.passes import sum_of_squares
 from ds_muon.refusals import SUPPORTED_DEEPSPEED
 from ds_muon.stage import MuonGroup, in_turns
-from ds_muon.verify.in_training import TrainingCheck
+
+if TYPE_CHECKING:
+    from ds_muon.verify.in_training import TrainingCheck
 
 # Of a checkpoint's shard: for each group, names and offsets of its parameters in flat order.
 _LAYOUT = "ds_muon_layout"
@@ -41,7 +43,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
 
     Attributes:
         plan: who holds, who owns and what moves, for the Muon groups (which are the first ones).
-        training_check: of ``verify_every``.
+        training_check: of ``verify_every``, whose steps it stands around; None without. Set by who builds the engine.
         muon_groups: one per Muon param group.
         guard: counts the steps that were skipped.
         steps: how often ``step`` was called in this process, skipped steps included.
@@ -70,7 +72,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
             for i, group in enumerate(self.plan.groups)
         ]
         self._lazy_init_hp_params_optimizer_state()
-        self.training_check = TrainingCheck(self, config.verify_every)
+        self.training_check: TrainingCheck | None = None
 
     # ---- construction -------------------------------------------------------------------------------------------
 
@@ -200,7 +202,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
             NonFiniteUpdate: on every rank, where ``nan_guard`` is "raise" and an update is not finite, or where the
                 capture has seen one on any rank: in the same step, or, where ``nan_guard`` is "off", in the next.
         """
-        with self.training_check.around_step():
+        with nullcontext() if self.training_check is None else self.training_check.around_step():
             self._step_all_groups()
         self.timers.log(deepspeed_zero.OPTIMIZER_TIMERS)
 

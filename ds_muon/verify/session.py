@@ -133,16 +133,18 @@ def _train(task: Task, fault: str | None) -> VerifyResult:
         engine = _engine(model, task.config)
         feed = endless(batches)
 
-    check = UpdateCheck(engine)
     rates: list[float] = []
     records: list[UpdateRecord] = []
     checked = 0
     with ExitStack() as stack:
         if fault is not None:
+            if task.steps < FAULTS[fault].steps:
+                raise _CannotShow(f"it takes {FAULTS[fault].steps} steps to show: raise --steps")
             try:
                 stack.enter_context(plant(fault, engine))
             except CannotVerify as error:
                 raise _CannotShow(str(error)) from None
+        check = UpdateCheck(engine)
         for _ in range(task.steps + _EXTRA_STEPS):
             for _ in range(engine.gradient_accumulation_steps()):
                 rates += [group["lr"] for group in engine.optimizer.param_groups]

@@ -39,9 +39,9 @@ def check_gpt(
 ) -> list[UpdateRecord]:
     torch.manual_seed(0)
     engine = start(model(MODEL), config)
-    check = UpdateCheck(engine)
     records = []
     with nullcontext() if fault is None else plant(fault, engine):
+        check = UpdateCheck(engine)
         for _ in range(steps):
             train_gpt(engine, 1)
             records += check.after_step()

@@ -102,10 +102,12 @@ def test_a_result_out_of_range_shows_in_every_factor(value: float) -> None:
     assert not factors.isfinite().any()
 
 
-def test_the_variance_of_rows_without_elements_falls() -> None:
+def test_the_variance_of_rows_without_elements_falls_where_it_is_advanced_and_stays_where_they_do_not_move() -> None:
+    advanced, factors = advance_row_variance(torch.zeros(1, 4, 0), torch.ones(1, 4), beta2=0.5)
+    assert torch.equal(advanced, torch.full((1, 4), 0.5)) and factors.shape == (1, 4, 1)
     variance = torch.ones(4)
     assert muon_update(torch.zeros(4, 0), torch.zeros(4, 0), row_variance=variance, beta2=0.5).shape == (4, 0)
-    assert torch.equal(variance, torch.full((4,), 0.5))
+    assert torch.equal(variance, torch.ones(4))
 
 
 def test_without_a_variance_the_update_is_muons() -> None:
