@@ -122,6 +122,8 @@ class _CannotShow(CannotVerify):
 
 def _train(task: Task, fault: str | None) -> VerifyResult:
     """A new model and engine, from the same seed every time."""
+    if fault is not None and task.steps < FAULTS[fault].steps:
+        raise _CannotShow(f"--steps {task.steps}: {fault} takes {FAULTS[fault].steps} steps to show")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(task.seed)
     if task.model is None:
@@ -138,8 +140,6 @@ def _train(task: Task, fault: str | None) -> VerifyResult:
     checked = 0
     with ExitStack() as stack:
         if fault is not None:
-            if task.steps < FAULTS[fault].steps:
-                raise _CannotShow(f"it takes {FAULTS[fault].steps} steps to show: raise --steps")
             try:
                 stack.enter_context(plant(fault, engine))
             except CannotVerify as error:

@@ -34,7 +34,8 @@ from ds_muon.verify.engine_view import CannotVerify
 from ds_muon.verify.inject import FAULTS
 from ds_muon.verify.outcome import NotShown
 from ds_muon.verify.record import Comparison, UpdateRecord, VerifyResult
-from ds_muon.verify.session import DEFAULT_CONFIG, read_config
+from ds_muon.verify.session import DEFAULT_CONFIG, Task, read_config
+from ds_muon.verify.session import run as run_task
 
 ROOT = Path(__file__).parents[2]
 
@@ -278,6 +279,13 @@ def test_options_have_defaults_and_limits(capsys: pytest.CaptureFixture[str]) ->
             parser.parse_args(arguments)
         assert ended.value.code == 2
     capsys.readouterr()
+
+
+def test_a_fault_that_takes_more_steps_to_show_says_so() -> None:
+    for fault in (fault for fault in FAULTS.values() if fault.steps > 1):
+        task = Task({"optimizer": {"type": "DSMuon"}}, fault.steps - 1, None, 0, fault.name)
+        with pytest.raises(CannotVerify, match=f"{fault.name} takes {fault.steps} steps to show"):
+            run_task(task)
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
