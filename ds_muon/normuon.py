@@ -43,7 +43,8 @@ class RowVariance:
         self._where: dict[tuple[str, ...], Tensor] = {}
         self._rows: dict[str, tuple[int, int]] = {}
         place = {name: index for index, name in enumerate(plan_order)}
-        self._matrices = torch.tensor([[place[name]] for name, count in rows for _ in range(count)], device="cpu")
+        places, counts = (torch.tensor(values, device="cpu") for values in zip(*((place[n], c) for n, c in rows)))
+        self._matrices = torch.repeat_interleave(places, counts).unsqueeze(1)
         start = 0
         for name, count in rows:
             self._rows[name] = (start, count)

@@ -120,7 +120,7 @@ class MuonGroup:
 
     def _segments_of(self, partition: Tensor) -> Segments:
         # The same in every step.
-        if self._segments is None:
+        if self._segments is None or self._segments.bounds.device != partition.device:
             offsets = [piece.offset for _, piece in self._held]
             self._segments = Segments.of(offsets, partition.numel(), partition.device)
         return self._segments
