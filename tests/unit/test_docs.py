@@ -235,3 +235,14 @@ def test_the_picture_shows_what_was_measured(script: dict[str, Any], tmp_path: P
         for path in (tmp_path / "iteration.svg", ROOT / "docs" / "iteration.svg")
     )
     assert drawn == committed and "102.5" in drawn, "run python scripts/render_measured.py"
+
+
+def test_the_page_on_the_plan_shows_what_the_plan_says(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = re.findall(r"^\| (\d+) \| (.*)$", section(page("plan"), "Llama-3-8B: 224 matrices, one param group"), re.M)
+    assert cli.main(["plan", "llama-3-8b", "--world-size", *(ranks for ranks, _ in rows)]) == 0
+    printed = capsys.readouterr().out
+    for ranks, row in rows:
+        of_ranks = "\n".join(re.findall(rf"^ *{ranks} .*$", printed, flags=re.MULTILINE))
+        rounded = {f"{float(figure):.0f}" for figure in re.findall(r"[\d.]+", of_ranks)}
+        shown = set(re.findall(r"[\d.]+", row))
+        assert len(shown) > 3 and not shown - rounded - set(re.findall(r"[\d.]+", of_ranks)), ranks
