@@ -13,8 +13,8 @@ A file of docs/measured is one table of one measurement:
     columns     a name, and how its numbers are written: a format of Python's
     rows        one cell per column: a number, a text, or null where nothing was measured
 
-In docs/measured.md the lines between `<!-- measured: NAME -->` and `<!-- end -->` are rendered from NAME.json; all others are
-written by hand. The picture is docs/iteration.svg.
+In docs/measured.md the lines between `<!-- measured: NAME -->` and `<!-- end -->` are rendered from NAME.json; all
+others are written by hand. The picture is docs/iteration.svg.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def draw(path: Path) -> None:
             axes.xaxis.set_visible(False)
         panels[0].invert_yaxis()
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
-        figure.savefig(path, transparent=True, metadata={"Date": None, "Creator": None} if path.suffix == ".svg" else None)
+        figure.savefig(path, transparent=True, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def main() -> None:
