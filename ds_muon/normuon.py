@@ -43,7 +43,9 @@ class RowVariance:
         self._where: dict[tuple[str, ...], Tensor] = {}
         self._rows: dict[str, tuple[int, int]] = {}
         place = {name: index for index, name in enumerate(plan_order)}
-        places, counts = (torch.tensor(values, device="cpu") for values in zip(*((place[n], c) for n, c in rows)))
+        places = torch.tensor([place[name] for name, _ in rows], device="cpu")
+        counts = torch.tensor([count for _, count in rows], device="cpu")
+        # (rows, 1): of each row, the place of its matrix in the plan.
         self._matrices = torch.repeat_interleave(places, counts).unsqueeze(1)
         start = 0
         for name, count in rows:
