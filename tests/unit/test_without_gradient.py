@@ -16,6 +16,7 @@ from ds_muon.verify import UpdateCheck
 from tests.unit.models import PrescribedGradients, ds_config, full_momentum, full_weights, start, train_step
 from tests.unit.ranks import run_ranks
 from tests.unit.test_normuon import variances
+from tests.unit.test_owners import owned
 from tests.unit.test_step import assert_equal, exact_gradients
 
 # Four of a size in a row, of which two straddle at two ranks and at three.
@@ -44,12 +45,16 @@ def gradients_of(step: int, device: torch.device) -> list[Tensor | None]:
     return gradients
 
 
-def train_with_pauses(config: dict[str, Any], groups: int) -> tuple[dict[str, Tensor], list[str]]:
-    """All weights in the end, and what of matrices without a gradient has moved, or of others has not."""
+def train_with_pauses(config: dict[str, Any], groups: int, how: str) -> tuple[dict[str, Tensor], list[str]]:
+    """All weights in the end, and what of matrices without a gradient has moved, or of others has not.
+
+    ``how``: who owns the matrices, see ``owned``.
+    """
     model = Sometimes(SHAPES)
     parameters = list(model.parameters())
     dealt: Any = parameters if groups == 1 else [{"params": parameters[first::groups]} for first in range(groups)]
-    engine = start(model, config, model_parameters=dealt)
+    with owned(how):
+        engine = start(model, config, model_parameters=dealt)
     wrong = []
     for step in range(STEPS):
         if step == 3:
@@ -93,19 +98,19 @@ def by_muon_update(normuon: bool, momentum_dtype: torch.dtype, decay: float) -> 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("world_size", "stage", "groups", "params"),
+    ("world_size", "stage", "groups", "how", "params"),
     [
-        (1, 2, 1, {"weight_decay": 0.1}),
-        (2, 1, 1, {"weight_decay": 0.1}),
-        (3, 2, 2, {"weight_decay": 0.1}),
-        (2, 2, 2, {"nesterov": True, "verify_every": 1}),
-        (3, 1, 1, {"variant": "normuon", "weight_decay": 0.1}),
-        (2, 2, 2, {"variant": "normuon", "nan_guard": "skip"}),
-        (3, 2, 1, {"momentum_dtype": "bfloat16", "weight_decay": 0.1, "nan_guard": "skip"}),
+        (1, 2, 1, "planned", {"weight_decay": 0.1}),
+        (2, 1, 1, "planned", {"weight_decay": 0.1}),
+        (3, 2, 2, "next", {"weight_decay": 0.1}),
+        (2, 2, 2, "planned", {"nesterov": True, "verify_every": 1}),
+        (3, 1, 1, "next", {"variant": "normuon", "weight_decay": 0.1}),
+        (2, 2, 2, "planned", {"variant": "normuon", "nan_guard": "skip"}),
+        (3, 2, 1, "planned", {"momentum_dtype": "bfloat16", "weight_decay": 0.1, "nan_guard": "skip"}),
     ],
 )
 def test_what_has_no_gradient_stays_and_all_else_moves_as_by_muon_update(
-    world_size: int, stage: int, groups: int, params: dict[str, Any]
+    world_size: int, stage: int, groups: int, how: str, params: dict[str, Any]
 ) -> None:
     rule = (
         params.get("variant") == "normuon",
@@ -113,7 +118,7 @@ def test_what_has_no_gradient_stays_and_all_else_moves_as_by_muon_update(
         params.get("weight_decay", 0.0),
     )
     (expected,) = run_ranks(1, by_muon_update, *rule)
-    for weights, wrong in run_ranks(world_size, train_with_pauses, ds_config(params, stage=stage), groups):
+    for weights, wrong in run_ranks(world_size, train_with_pauses, ds_config(params, stage=stage), groups, how):
         assert wrong == []
         assert_equal(weights, expected, sorted(expected))
 
