@@ -19,6 +19,8 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
+from ds_muon.text import columns
+
 Half: TypeAlias = Literal["muon", "adamw", "none"]
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -79,9 +81,7 @@ class Routing:
         for route in self.routes:
             name = " = ".join(route.names[:2]) + (" = ..." if len(route.names) > 2 else "")
             rows.append((name, " x ".join(map(str, route.shape)) or "scalar", route.half, route.reason))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-        return "\n".join(line.rstrip() for line in lines)
+        return "\n".join(columns(rows, "< < < <"))
 
     def summary(self) -> list[str]:
         """One line per half with counts; a third one if some tensors are not trained."""
