@@ -21,8 +21,7 @@ _LISTS = (nn.ParameterList, nn.ParameterDict)
 
 # Names of classes, here and in those a class is derived from. Their own parameters count, not those of submodules.
 _NORM_CLASS = re.compile(r"[Nn]orm(alization)?(Gated)?(\d[dDP])?$")
-_LINEAR_CLASS = re.compile(r"(Linear|^Conv1D)$")
-_STORED_IN_BY_OUT = re.compile(r"^Conv1D$")  # transformers' Linear of GPT-2
+_LINEAR_CLASS = re.compile(r"Linear$")
 _EMBEDDING_CLASS = re.compile(r"Embeddings?$")
 _LOSS_CLASS = re.compile(r"Loss$")
 
@@ -186,10 +185,17 @@ def _multiplies(module: nn.Module) -> bool:
 
 def is_linear(module: nn.Module) -> bool:
     """Whether it is a Linear, of torch, of transformers (Conv1D) or by the name of its class."""
+    if isinstance(module, nn.Linear) or is_conv1d(module):
+        return True
     # A wrapper, such as PEFT's Linear, may have the name and no weight.
-    return isinstance(module, nn.Linear) or (
-        _class_is_named(module, _LINEAR_CLASS) and bool(module._parameters or hasattr(module, "parametrizations"))
-    )
+    has_weights = bool(module._parameters) or hasattr(module, "parametrizations")
+    return has_weights and _class_is_named(module, _LINEAR_CLASS)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is transformers' Conv1D, GPT-2's linear layer, which stores its weight in x out. Imports nothing."""
+    ancestors = type(module).__mro__
+    return any(a.__name__ == "Conv1D" and a.__module__.partition(".")[0] == "transformers" for a in ancestors)
 
 
 def is_bias(own: str) -> bool:
@@ -299,7 +305,7 @@ def _is_vocabulary(place: Place) -> bool:
 def _sides(owner: nn.Module, matrix: nn.Parameter) -> tuple[int, int]:
     """Features that go out and that come in."""
     first, second = matrix.shape
-    return (second, first) if _class_is_named(owner, _STORED_IN_BY_OUT) else (first, second)
+    return (second, first) if is_conv1d(owner) else (first, second)
 
 
 def _last_layers(

@@ -186,8 +186,8 @@ def route(model: nn.Module, *, muon_params: Sequence[str] = (), adamw_params: Se
         if route.overruled and route.reason in (_TAG_TRUE, _TAG_FALSE) and hasattr(tensor.param, _DEEPSPEEDS_MARK)
     ]:
         raise RoutingError(
-            f"DeepSpeed's Muon has left use_muon tags, by dimensions and names alone, of which {len(left)} are wrong here, "
-            f"such as use_muon = {left[0].reason == _TAG_TRUE} on {left[0]}. {_CLEAR_TAGS}"
+            f"DeepSpeed's Muon has left use_muon tags, by dimensions and names alone, and {len(left)} of them are "
+            f"wrong, such as use_muon = {left[0].reason == _TAG_TRUE} on {left[0]}. {_CLEAR_TAGS}"
         )
     for found, tensor in zip(routing.routes, tensors, strict=True):
         if found.half == "muon":
