@@ -31,8 +31,9 @@ def split_param_groups(
         config: the values of each half.
 
     Returns:
-        New dicts with "params", "use_muon", "name", "lr", "weight_decay", and "momentum" and "nesterov" (Muon) or
-        "betas" and "eps" (AdamW). None is empty; frozen and empty tensors are left out.
+        New dicts with "params", "use_muon", "name", "user_group" (the index of the group that it is a part of), "lr",
+        "weight_decay", and "momentum" and "nesterov" (Muon) or "betas" and "eps" (AdamW). None is empty; frozen and
+        empty tensors are left out.
 
     Raises:
         RoutingError: tensors given twice or not in the model, malformed or contradictory groups, no Muon matrix left.
@@ -63,7 +64,7 @@ def split_param_groups(
             if halves[half]:
                 name = f"{group_name}-{half}" if group_name else half
                 own_of_half = {key: own[key] for key in default if key in own}
-                group_of_half = {"params": halves[half], "use_muon": half == "muon", "name": name}
+                group_of_half = {"params": halves[half], "use_muon": half == "muon", "name": name, "user_group": index}
                 split[half].append({**group_of_half, **default, **own_of_half, **carried})
     if not split["muon"]:
         raise RoutingError(
@@ -137,7 +138,8 @@ def _known_name(param: Any, index: int, known: Mapping[int, str]) -> str:
 def _own_settings(group: Mapping[str, Any], index: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a group sets for itself, checked like the config; and the keys that DSMuon does not know."""
     own = {key: value for key, value in group.items() if key in GROUP_KEYS}
-    carried = {key: value for key, value in group.items() if key not in (*GROUP_KEYS, "params", "name", "use_muon")}
+    made_here = ("params", "name", "use_muon", "user_group")
+    carried = {key: value for key, value in group.items() if key not in (*GROUP_KEYS, *made_here)}
     if fixed := [key for key in carried if key in DSMuonConfig.model_fields]:
         raise RoutingError(
             f"param group {index} has {fixed[0]} = {carried[fixed[0]]!r}, which holds for all groups; "

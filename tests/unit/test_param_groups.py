@@ -34,6 +34,7 @@ def test_loose_tensors_give_two_groups_with_the_config_of_their_half(make):
     assert {k: v for k, v in muon.items() if k != "params"} == {
         "use_muon": True,
         "name": "muon",
+        "user_group": 0,
         "lr": 0.02,
         "weight_decay": 0.1,
         "momentum": 0.95,
@@ -42,6 +43,7 @@ def test_loose_tensors_give_two_groups_with_the_config_of_their_half(make):
     assert {k: v for k, v in adamw.items() if k != "params"} == {
         "use_muon": False,
         "name": "adamw",
+        "user_group": 0,
         "lr": 3e-4,
         "weight_decay": 0.01,
         "betas": (0.8, 0.9),
@@ -80,6 +82,7 @@ def test_muon_groups_come_first_in_the_users_order():
         "positions-adamw",
     ]
     assert [group["use_muon"] for group in groups] == [True, True, True, False, False]
+    assert [group["user_group"] for group in groups] == [0, 1, 3, 0, 2]
     assert [names_of(model, group) for group in groups] == [
         ["h.0.mlp.weight"],
         ["h.1.attn.weight"],

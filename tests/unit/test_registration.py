@@ -113,14 +113,26 @@ def logged(config: dict[str, Any]) -> tuple[list[str], list[str]]:
     ):
         engine = start(Block(), config)
     assert engine.optimizer.optimizer.routing.table().count("\n") >= 9
-    return lines, warnings
+    return lines, [warning for warning in warnings if "[ds_muon]" in warning]
 
 
 @pytest.mark.ranks
-def test_rank_0_logs_a_line_per_half_and_warns_of_a_large_adamw_rate() -> None:
-    config = ds_config()
-    config["optimizer"]["params"] = {"lr": 0.02}
+@pytest.mark.parametrize(
+    ("params", "top", "expected"),
+    [
+        ({"lr": 0.02}, None, ("0.02", "adam_lr")),
+        # What Hugging Face's Trainer fills in by default, and a schedule that goes beyond what is configured.
+        ({"lr": 5e-5}, None, ("5e-05", "match_rms_adamw", "muon_lr")),
+        ({"lr": 0.01, "muon_lr": 0.02, "adam_lr": 3e-4}, 0.25, ("0.0075", "adam_lr")),
+        ({"lr": 0.01, "muon_lr": 0.02, "adam_lr": 3e-4}, 2.5e-5, ("5e-05", "match_rms_adamw", "muon_lr")),
+    ],
+)
+def test_rank_0_logs_a_line_per_half_and_warns_of_a_rate_that_is_far_off(
+    params: dict[str, float], top: float | None, expected: tuple[str, ...]
+) -> None:
+    config = ds_config(scheduler=top and {"type": "WarmupLR", "params": {"warmup_max_lr": top}})
+    config["optimizer"]["params"] = params
     (lines, warnings), (_, other_warnings) = run_ranks(2, logged, config)
     assert any("Muon" in line and "3 matrices" in line for line in lines), lines
     assert any("AdamW" in line for line in lines) and any("straddle" in line for line in lines)
-    assert any("0.02" in w and "adam_lr" in w for w in warnings) and not other_warnings
+    assert len(warnings) == 1 and all(part in warnings[0] for part in expected) and not other_warnings
