@@ -42,6 +42,7 @@ class DSMuon(Optimizer):
         super().__init__(param_groups, defaults={"lr": config.lr, "weight_decay": config.weight_decay})
         self.config = config
         self.routing = routing
+        # Kept apart from the groups, in which schedulers and checkpoints write.
         self.configured_rates = tuple(
             GroupRate(group["lr"], group["use_muon"], group.get("user_group", 0)) for group in self.param_groups
         )
