@@ -274,6 +274,12 @@ def test_groups_of_one_half_each_are_dealt_their_rates_in_the_users_order() -> N
     assert lr_schedules.WarmupLR(optimizer, warmup_max_lr=[1e-4, 0.01]).max_lrs == [0.01, 1e-4]
 
 
+def test_parts_without_decay_get_the_rates_of_their_group() -> None:
+    params = {"lr": MUON, "adam_lr": ADAM, "no_decay_params": ["first.*"]}
+    scheduler = lr_schedules.WarmupLR(dsmuon(params), warmup_max_lr=[0.01])
+    assert scheduler.max_lrs == pytest.approx([0.01, 0.01, 1.5e-4, 1.5e-4], rel=1e-12)
+
+
 def test_one_number_scales_groups_that_have_a_rate_of_their_own() -> None:
     optimizer = dsmuon({"lr": MUON, "adam_lr": ADAM}, [{}, {"lr": 0.04}])
     scheduler = lr_schedules.WarmupLR(optimizer, warmup_max_lr=0.01)
