@@ -7,8 +7,6 @@ DSMuon, and for any other engine does what DeepSpeed does.
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,16 +21,19 @@ from deepspeed.utils import groups as deepspeed_groups
 from deepspeed.utils import log_dist, logger
 from torch import nn
 
-from ds_muon.config import ADAM_LR_WARNING, DSMuonConfig
-from ds_muon.guard import gather, raise_together
+from ds_muon.agree import RollCall, agree, gather, raise_together
+from ds_muon.config import ADAM_LR_WARNING, DSMuonConfig, DSMuonConfigError
 from ds_muon.optimizer import DSMuon
-from ds_muon.param_groups import GROUP_KEYS, split_param_groups
+from ds_muon.param_groups import split_param_groups
 from ds_muon.param_order import default_settings, fastest_order
-from ds_muon.refusals import SUPPORTED_DEEPSPEED, DSMuonRefusal, config_refusals, model_refusals
-from ds_muon.routing import Routing, route
+from ds_muon.refusals import SUPPORTED_DEEPSPEED, DSMuonRefusal, config_refusals, may_differ, model_refusals
+from ds_muon.routing import Routing, RoutingError, route
 from ds_muon.zero import MuonZeroOptimizer
 
 OPTIMIZER_TYPE = "DSMuon"
+
+_REFUSED = "DSMuon refuses this setup:"
+_roll_call = RollCall()
 
 # What this package binds to: methods of the engine and of the ZeRO optimizer, attributes that the latter's constructor
 # names, and names in DeepSpeed's modules.
@@ -166,6 +167,12 @@ def _uses_dsmuon(engine: Any) -> bool:
     return isinstance(name, str) and name.lower() == OPTIMIZER_TYPE.lower()
 
 
+def _optimizer_of(engine: Any) -> str:
+    if engine.client_optimizer is not None:
+        return f"the optimizer that was passed to deepspeed.initialize ({type(engine.client_optimizer).__name__})"
+    return f"the optimizer {engine.optimizer_name()}" if engine.optimizer_name() else "no optimizer"
+
+
 # ---- the wrappers: `original` is DeepSpeed's method, bound to the engine --------------------------------------------
 
 
@@ -176,7 +183,10 @@ def _is_supported_optimizer(original: Callable[..., bool], engine: Any, optimize
 def _configure_distributed_model(original: Callable[..., None], engine: Any, model: nn.Module) -> None:
     """Refuse and route before the model is broadcast: the first point at which collectives are safe."""
     if _uses_dsmuon(engine):
+        _roll_call.wait_for_all()
         engine._ds_muon = _prepare(engine, model)
+    else:
+        _roll_call.pass_by(_optimizer_of(engine))
     original(model)
 
 
@@ -193,9 +203,10 @@ def _configure_basic_optimizer(original: Callable[..., Any], engine: Any, model_
     except Exception as caught:  # whatever it is, no rank may be left waiting
         error = caught
     raise_together(error)
-    _agree(
-        _facts(engine, groups),
-        "pass the same model_parameters, in the same order and with the same settings, and the same DeepSpeed config",
+    agree(
+        "param groups",
+        _as_facts(engine, groups),
+        "pass the same model_parameters, in the same order and with the same settings",
     )
     for line in routing.summary():
         log_dist(f"[ds_muon] {line}", ranks=[0])
@@ -235,27 +246,19 @@ def _prepare(engine: Any, model: nn.Module) -> _Prepared:
     prepared: _Prepared | None = None
     error: Exception | None = None
     try:
-        if engine.client_optimizer is not None:
-            raise DSMuonRefusal(
-                'DSMuon was passed to deepspeed.initialize(optimizer=...); set "optimizer": {"type": "DSMuon"} in the '
-                "DeepSpeed config instead, so that it can see the model and the ZeRO settings"
-            )
-        refusals = config_refusals(engine._config, engine.mesh_device) + model_refusals(model, engine.mpu)
-        if refusals:
-            raise DSMuonRefusal("\n".join(["DSMuon refuses this setup:", *refusals]))
-        config = DSMuonConfig.parse(engine.optimizer_params() or {})
-        # Refuses a backend that cannot run.
-        newton_schulz = config.newton_schulz(torch.device(get_accelerator().current_device_name()))
-        routing = route(model, muon_params=config.muon_params, adamw_params=config.adamw_params)
-        prepared = _Prepared(config, routing, f"{newton_schulz.backend} in {newton_schulz.dtype}")
+        prepared = _read(engine, model)
     except Exception as caught:  # whatever it is, no rank may be left waiting
         error = caught
     raise_together(error)
     assert prepared is not None
-    _agree(
-        prepared.routing.digest(prepared.config.model_dump_json()),
-        "build the same model and read the same DeepSpeed config",
+    scheduler = type(engine.client_lr_scheduler).__name__
+    agree(
+        "settings",
+        {**engine._config._param_dict, "deepspeed.initialize(lr_scheduler=...)": scheduler},
+        "read the same DeepSpeed config",
+        may_differ,
     )
+    agree("parameters", _routes(prepared.routing), "build the same model")
     iterations = gather(prepared.iteration, None)
     for rank, iteration in enumerate(iterations):
         if iteration != iterations[0]:
@@ -264,6 +267,51 @@ def _prepare(engine: Any, model: nn.Module) -> _Prepared:
                 'set "ns_backend" and "ns_dtype" to what every rank can run'
             )
     return prepared
+
+
+def _read(engine: Any, model: nn.Module) -> _Prepared:
+    """What the config and the model come to on this rank.
+
+    Raises:
+        DSMuonRefusal, DSMuonConfigError, RoutingError or ValueError: everything that is wrong, at once.
+    """
+    problems: list[Exception] = []
+    if engine.client_optimizer is not None:
+        problems.append(
+            DSMuonRefusal(
+                'DSMuon was passed to deepspeed.initialize(optimizer=...); set "optimizer": {"type": "DSMuon"} in the '
+                "DeepSpeed config instead, so that it can see the model and the ZeRO settings"
+            )
+        )
+    of_model = model_refusals(model, engine.mpu)
+    if refusals := config_refusals(engine._config, engine.mesh_device) + of_model:
+        problems.append(DSMuonRefusal("\n".join([_REFUSED, *refusals])))
+    params = {} if engine.optimizer_params() is None else engine.optimizer_params()
+    config, lines = DSMuonConfig.read(params)
+    if lines:
+        problems.append(DSMuonConfigError("\n".join(lines)))
+    routing = iteration = None
+    try:
+        # Refuses a backend that cannot run.
+        newton_schulz = config.newton_schulz(torch.device(get_accelerator().current_device_name()))
+        iteration = f"{newton_schulz.backend} in {newton_schulz.dtype}"
+    except ValueError as error:
+        problems.append(error)
+    # Pieces of weights have no shapes to go by, and a pattern that cannot be read may be the one that matters.
+    in_pieces = of_model or engine._config.zero_optimization_stage == 3
+    unread = {"muon_params", "adamw_params"} & set(params) - config.model_fields_set
+    if not in_pieces and not unread:
+        try:
+            routing = route(model, muon_params=config.muon_params, adamw_params=config.adamw_params)
+        except RoutingError as error:
+            problems.append(error)
+    if not problems:
+        assert routing is not None and iteration is not None
+        return _Prepared(config, routing, iteration)
+    if len(problems) == 1:
+        raise problems[0]
+    texts = [str(problem).removeprefix(f"{_REFUSED}\n") for problem in problems]
+    raise DSMuonRefusal("\n".join([_REFUSED, *texts]))
 
 
 def _reorder(groups: Sequence[dict[str, Any]], parameter_alignment: bool) -> None:
@@ -288,20 +336,12 @@ def _reorder(groups: Sequence[dict[str, Any]], parameter_alignment: bool) -> Non
     log_dist(f"[ds_muon] param_order: {found}", ranks=[0])
 
 
-def _facts(engine: Any, groups: list[dict[str, Any]]) -> bytes:
-    """SHA-256 of all that decides the layout and the step beside the routing: the groups and the ZeRO settings."""
+def _routes(routing: Routing) -> dict[str, str]:
+    """Where every parameter goes, under all its names."""
+    return {" = ".join(r.names): f"{' x '.join(map(str, r.shape)) or 'scalar'}, to {r.half}" for r in routing.routes}
+
+
+def _as_facts(engine: Any, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """The param groups, with names in place of parameters."""
     names = {id(p): name for name, p in engine.module.named_parameters()}
-    keys = (*GROUP_KEYS, "use_muon", "name")
-    facts = [([names[id(p)] for p in g["params"]], [repr((key, g.get(key))) for key in keys]) for g in groups]
-    settings = [engine.gradient_clipping(), engine._config.zero_config.model_dump_json(), repr(engine.get_data_types())]
-    return hashlib.sha256(json.dumps([facts, settings]).encode()).digest()
-
-
-def _agree(digest: bytes, remedy: str) -> None:
-    """Raise on every rank if ranks bring different digests."""
-    digests = gather(digest, None)
-    if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
-        raise DSMuonRefusal(
-            f"ranks {others} have other parameters, routes, param groups or settings than rank 0; "
-            f"{remedy} on every rank"
-        )
+    return {"param_groups": [{**group, "params": [names[id(p)] for p in group["params"]]} for group in groups]}

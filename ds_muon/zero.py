@@ -21,9 +21,10 @@ import torch.distributed as dist
 from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from torch import Tensor
 
+from ds_muon.agree import gather, raise_together
 from ds_muon.capture import NanCapture
 from ds_muon.exchange import element_bytes
-from ds_muon.guard import Findings, StepGuard, gather, raise_together
+from ds_muon.guard import Findings, StepGuard
 from ds_muon.optimizer import LARGEST_IN_LIST, DSMuon
 from ds_muon.orthogonalize import release
 from ds_muon.partition import Plan, flat_layout, make_plan

@@ -21,9 +21,9 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from ds_muon.agree import gather
 from ds_muon.bench.clock import milliseconds
 from ds_muon.exchange import Exchange, element_bytes, result_dtype
-from ds_muon.guard import gather
 from ds_muon.orthogonalize import NewtonSchulz, batches, orthogonalize_batch
 from ds_muon.owners import Rates
 from ds_muon.partition import GroupPlan, Matrix, Plan, Slice
