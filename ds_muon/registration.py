@@ -1,6 +1,6 @@
 """Binds DSMuon to DeepSpeed's engine: the only module that changes anything of DeepSpeed's.
 
-Five methods of ``DeepSpeedEngine`` are wrapped. Each wrapper does its part for an engine whose optimizer type is
+Seven methods of ``DeepSpeedEngine`` are wrapped. Each wrapper does its part for an engine whose optimizer type is
 DSMuon, and for any other engine does what DeepSpeed does.
 """
 
@@ -15,6 +15,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from deepspeed.utils import groups as deepspeed_groups
@@ -22,6 +23,7 @@ from deepspeed.utils import log_dist, logger
 from torch import nn
 
 from ds_muon.agree import RollCall, agree, gather, raise_together
+from ds_muon.checkpoint import check_before_loading
 from ds_muon.config import ADAM_LR_WARNING, DSMuonConfig, DSMuonConfigError
 from ds_muon.optimizer import DSMuon
 from ds_muon.param_groups import split_param_groups
@@ -43,6 +45,9 @@ _ENGINE_METHODS = (
     "_configure_basic_optimizer",
     "_do_optimizer_sanity_check",
     "_configure_zero_optimizer",
+    "_load_checkpoint",
+    "load_module_state_dict",
+    "_get_rank_zero_ckpt_name",
 )
 _ZERO_METHODS = (
     "initialize_optimizer_states",
@@ -84,7 +89,6 @@ _ZERO_ATTRIBUTES = (
     "micro_step_id",
     "param_names",
     "timers",
-    "_param_slice_mappings",
     "_hp_optimizer_states_linked",
 )
 _MODULE_NAMES = (
@@ -100,8 +104,8 @@ _MODULE_NAMES = (
             "OPTIMIZER_GRADIENTS_TIMER",
             "OPTIMIZER_STEP_TIMER",
             "OPTIMIZER_ALLGATHER_TIMER",
-            "PARAM_SLICE_MAPPINGS",
             "BASE_OPTIMIZER_STATE",
+            "PARTITION_COUNT",
         ),
     ),
 )
@@ -131,6 +135,8 @@ def register() -> None:
         _configure_basic_optimizer,
         _do_optimizer_sanity_check,
         _configure_zero_optimizer,
+        _load_checkpoint,
+        load_module_state_dict,
     ):
         _wrap(engine, wrapper)
 
@@ -236,6 +242,27 @@ def _configure_zero_optimizer(original: Callable[..., Any], engine: Any, optimiz
         deepspeed_engine.DeepSpeedZeroOptimizer = usual
     log_dist(f"[ds_muon] {zero_optimizer.plan.summary()}", ranks=[0])
     return zero_optimizer
+
+
+def _load_checkpoint(original: Callable[..., Any], engine: Any, load_dir: str, tag: str, **options: Any) -> Any:
+    """Refuse a checkpoint that does not fit while the engine is as it was."""
+    with_optimizer = options.get("load_optimizer_states", True) and not options.get("load_module_only", False)
+    if with_optimizer and isinstance(engine.optimizer, MuonZeroOptimizer):
+        check_before_loading(engine, load_dir, tag)
+    return original(load_dir, tag, **options)
+
+
+def load_module_state_dict(
+    original: Callable[..., None], engine: Any, checkpoint: dict[str, Any], *args: Any, **kwargs: Any
+) -> None:
+    """Let weights be loaded that were trained when they were saved, and are frozen now.
+
+    From stage 2 on, DeepSpeed looks for every frozen parameter among those that were frozen then.
+    """
+    frozen = checkpoint.get(FROZEN_PARAM_FRAGMENTS)
+    if frozen is not None and isinstance(engine.optimizer, MuonZeroOptimizer):
+        checkpoint = {**checkpoint, FROZEN_PARAM_FRAGMENTS: {**checkpoint["module"], **frozen}}
+    original(checkpoint, *args, **kwargs)
 
 
 # ---- preparation ----------------------------------------------------------------------------------------------------
