@@ -201,7 +201,7 @@ class DSMuonConfig(BaseModel):
     @classmethod
     def _list_to_tuple(cls, value: Any, info: ValidationInfo) -> Any:
         if isinstance(value, str) and info.field_name != "betas":
-            raise _problem(f"is a string, not a list; set [{json.dumps(value)}]")
+            raise _problem(f"is a string, not a list; set [{show(value)}]")
         value = tuple(value) if isinstance(value, list) else value
         if info.field_name == "betas" and isinstance(value, tuple) and len(value) != 2:
             raise _problem(f"has {len(value)} entries; {_remedy('betas')}")
@@ -288,7 +288,7 @@ def _explain(key: str, details: ErrorDetails) -> str:
     kind, value = details["type"], details["input"]
     if kind == "ds_muon":
         return details["msg"]
-    if kind in ("float_type", "int_type") and isinstance(value, str) and _reads_as_number(value):
+    if kind in ("float_type", "int_type") and isinstance(value, str) and len(value) < 40 and _reads_as_number(value):
         return f"is a string, not a number; set {value.strip()} without quotes"
     problem = PROBLEMS.get(kind, details["msg"])
     if value is None:
