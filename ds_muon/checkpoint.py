@@ -184,7 +184,7 @@ def _other_places(saved: Layout, ours: Layout) -> str | None:
             if name != our_name:
                 return (
                     f"parameters lie in another order, {name!r} where {our_name!r} is here; use the model, order of "
-                    "parameters, param_order and zero_optimization.round_robin_gradients it was saved with"
+                    "parameters and zero_optimization.round_robin_gradients it was saved with"
                 )
             if offset != our_offset:
                 return (
