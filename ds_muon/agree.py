@@ -225,32 +225,40 @@ class RollCall:
         pause = 0.001
         while store.add(here, 0) < world_size:
             now = time.monotonic()
+            refusal = None
             if elsewhere_since is None and store.add(self._place(), 0):
                 elsewhere_since = now
-            is_elsewhere = elsewhere_since is not None and now - elsewhere_since > PATIENCE_SECONDS
-            if is_elsewhere or now - start > store.timeout.total_seconds():
-                refusal = self._refusal(store, here, now - start)
+            if elsewhere_since is not None and now - elsewhere_since > PATIENCE_SECONDS:
+                refusal = self._of_ranks_elsewhere(store, self._missing(store, here))
+                elsewhere_since = now  # they may have come meanwhile, and the one that is missing is another
+            if now - start > store.timeout.total_seconds():
+                refusal = self._of_ranks_missing(self._missing(store, here), now - start)
+            if refusal is not None:
                 # Whoever catches this may try again.
                 store.delete_key(f"{here}/{rank}")
                 store.add(here, -1)
-                raise refusal
+                raise DSMuonRefusal(refusal)
             if came_first and not warned and now - start > PATIENCE_SECONDS:
-                log(str(self._refusal(store, here, now - start)))
+                log(self._of_ranks_missing(self._missing(store, here), now - start))
                 warned = True
             time.sleep(pause)
             pause = min(2 * pause, 0.5)
 
-    def _refusal(self, store: Any, here: str, seconds: float) -> DSMuonRefusal:
-        """What there is to say of the ranks that have not come."""
-        missing = [rank for rank in range(dist.get_world_size()) if not store.check([f"{here}/{rank}"])]
+    def _missing(self, store: Any, here: str) -> list[int]:
+        return [rank for rank in range(dist.get_world_size()) if not store.check([f"{here}/{rank}"])]
+
+    def _of_ranks_elsewhere(self, store: Any, missing: Sequence[int]) -> str | None:
         elsewhere = [rank for rank in missing if store.check([f"{self._place()}/{rank}"])]
-        if elsewhere:
-            what = store.get(f"{self._place()}/{elsewhere[0]}").decode(errors="replace")
-            return DSMuonRefusal(
-                f"ranks {_listed(elsewhere)} build an engine with {what} where rank {dist.get_rank()} builds one with "
-                "DSMuon; read the same DeepSpeed config on every rank"
-            )
-        return DSMuonRefusal(
+        if not elsewhere:
+            return None
+        what = store.get(f"{self._place()}/{elsewhere[0]}").decode(errors="replace")
+        return (
+            f"ranks {_listed(elsewhere)} build an engine with {what} where rank {dist.get_rank()} builds one with "
+            "DSMuon; read the same DeepSpeed config on every rank"
+        )
+
+    def _of_ranks_missing(self, missing: Sequence[int], seconds: float) -> str:
+        return (
             f"ranks {_listed(missing)} have not come to build their engine with DSMuon, for which rank "
             f"{dist.get_rank()} has waited for {seconds:.0f} s: they may still be loading the model or data, have "
             "ended with an error of their own (see their output), read another DeepSpeed config, or not import ds_muon"

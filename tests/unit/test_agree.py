@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from copy import deepcopy
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -156,16 +157,16 @@ class Meeting:
     """A roll call in a store of its own, on ranks that live on from test to test."""
 
     def __init__(self, name: str, patience: float = 0.3, timeout: float = 60.0) -> None:
-        from datetime import timedelta
-
         self.store = dist.PrefixStore(name, agree._get_default_store())
-        self.store.set_timeout(timedelta(seconds=timeout))
+        self.timeout = timedelta(seconds=timeout)
         self.roll_call = agree.RollCall()
         self.patience = patience
         self.warnings: list[str] = []
 
     def wait(self) -> str:
         """What refuses, or ""."""
+        usual = self.store.timeout
+        self.store.set_timeout(self.timeout)  # of the whole store
         with (
             patch.object(agree, "_store", lambda: self.store),
             patch.object(agree, "PATIENCE_SECONDS", self.patience),
@@ -175,6 +176,8 @@ class Meeting:
                 self.roll_call.wait_for_all()
             except refusals.DSMuonRefusal as error:
                 return str(error)
+            finally:
+                self.store.set_timeout(usual)
         return ""
 
     def pass_by(self, what: str) -> None:
@@ -225,6 +228,20 @@ def build_a_reference_model_first() -> str:
 
 def test_engines_without_dsmuon_that_all_ranks_build_do_not_count() -> None:
     assert run_ranks(2, build_a_reference_model_first) == ["", ""]
+
+
+def come_from_elsewhere() -> str:
+    """Rank 1 has built an engine of its own on the way; rank 2 is late."""
+    meeting = Meeting("elsewhere")
+    if dist.get_rank() == 1:
+        meeting.pass_by("the optimizer adamw")
+    if dist.get_rank() == 2:
+        time.sleep(1.5)
+    return meeting.wait()
+
+
+def test_a_rank_that_has_come_from_elsewhere_is_no_reason_to_refuse_one_that_is_late() -> None:
+    assert run_ranks(3, come_from_elsewhere) == ["", "", ""]
 
 
 def stay_away() -> str:
