@@ -8,7 +8,7 @@ import math
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from ds_muon.launch import RanksFailed, run_ranks
 from ds_muon.orthogonalize import BACKENDS
 from ds_muon.owners import RATES, Rates
 from ds_muon.replay import replay
+from ds_muon.text import json_text
 from ds_muon.verify import table
 from ds_muon.verify.engine_view import CannotVerify
 from ds_muon.verify.inject import FAULTS
@@ -106,7 +107,7 @@ def add_verify_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=_positive, default=3, metavar="K", help="optimizer steps to check (default: 3)")
     parser.add_argument("--model", metavar="MODULE:FACTORY", help="your model and batches; see below (default: a GPT)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
-    parser.add_argument("--report", type=Path, metavar="DIR", help="write a picture and a page there")
+    parser.add_argument("--report", type=Path, metavar="DIR", help="write the picture (PNG, SVG) and a page there")
     parser.add_argument(
         "--inject",
         choices=[*FAULTS, ALL_FAULTS],
@@ -340,8 +341,7 @@ def _plan(options: argparse.Namespace) -> int:
         print(f" ({options.tflops:g} TFLOP/s and {options.link:g} GB/s per rank), {backend} backend\n")
         print(planner.table(costs[model]), end="\n\n")
     if options.json is not None:
-        numbers = {model: [asdict(cost) for cost in of_model] for model, of_model in costs.items()}
-        options.json.write_text(json.dumps(numbers, indent=1) + "\n")
+        options.json.write_text(json_text(costs, indent=1) + "\n")
         print(f"numbers: {options.json}")
     if options.chart is not None:
         draw_costs(options.chart, costs, options.tflops)

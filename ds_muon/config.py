@@ -19,9 +19,6 @@ from ds_muon.orthogonalize import COEFFICIENTS, NewtonSchulz
 from ds_muon.orthogonalize.coefficients import LARGEST
 from ds_muon.say import printable
 
-# A learning rate above this is meant for orthogonalized updates, not for AdamW.
-ADAM_LR_WARNING = 5e-3
-
 # "auto" is a choice of the user's here; anywhere else it is a blank that a trainer was to fill in.
 AUTO_IS_A_CHOICE = ("ns_dtype", "ns_backend")
 
@@ -108,6 +105,7 @@ class DSMuonConfig(BaseModel):
     momentum_dtype: Literal["float32", "bfloat16"] = Field("float32", description='"float32" or "bfloat16"')
     muon_params: tuple[Pattern, ...] = Field((), description=_PATTERNS)
     adamw_params: tuple[Pattern, ...] = Field((), description=_PATTERNS)
+    no_decay_params: tuple[Pattern, ...] = Field((), description=_PATTERNS)
     nan_guard: Literal["off", "skip", "raise"] = Field("off", description='"off", "skip" or "raise"')
     grad_norm_skip_threshold: float | None = Field(None, gt=0, description="a number > 0, or null")
     clip_norm_scope: Literal["adamw", "all"] = Field("adamw", description='"adamw" or "all"')
@@ -188,16 +186,7 @@ class DSMuonConfig(BaseModel):
             ns_backend=self.ns_backend,
         )
 
-    def warnings(self) -> list[str]:
-        """What is valid but likely not meant, for whoever has AdamW parameters to log."""
-        if self.adam_lr is not None or self.lr <= ADAM_LR_WARNING:
-            return []
-        return [
-            f"optimizer.params.adam_lr is not set, so AdamW uses lr = {self.lr:g}, which is high for AdamW; "
-            f'set "adam_lr", such as 3e-4, or keep Muon\'s rate in "muon_lr": {self.resolved_muon_lr:g} and lower "lr"'
-        ]
-
-    @field_validator("betas", "muon_params", "adamw_params", mode="before")
+    @field_validator("betas", "muon_params", "adamw_params", "no_decay_params", mode="before")
     @classmethod
     def _list_to_tuple(cls, value: Any, info: ValidationInfo) -> Any:
         if isinstance(value, str) and info.field_name != "betas":

@@ -11,6 +11,7 @@ from torch.optim.optimizer import Optimizer
 
 from ds_muon.checkpoint import WEIGHTS_ONLY
 from ds_muon.config import DSMuonConfig
+from ds_muon.learning_rates import GroupRate
 from ds_muon.param_groups import GROUP_KEYS
 from ds_muon.passes import advance_momentum_, apply_update_
 from ds_muon.routing import Routing
@@ -42,6 +43,10 @@ class DSMuon(Optimizer):
         super().__init__(param_groups, defaults={"lr": config.lr, "weight_decay": config.weight_decay})
         self.config = config
         self.routing = routing
+        # Kept apart from the groups, in which schedulers and checkpoints write.
+        self.configured_rates = tuple(
+            GroupRate(group["lr"], group["use_muon"], group.get("user_group", 0)) for group in self.param_groups
+        )
         self._adamw: torch.optim.AdamW | None = None
 
     @property
@@ -136,7 +141,11 @@ class DSMuon(Optimizer):
         if error := self.state_error(state_dict):
             raise error
         linked = {p: dict(self.state[p]) for group in self.param_groups for p in group["params"]}
+        # Where the groups come from is this run's, not that of the checkpoint.
+        origins = [{key: group[key] for key in ("name", "user_group")} for group in self.param_groups]
         super().load_state_dict(state_dict)
+        for group, origin in zip(self.param_groups, origins, strict=True):
+            group.update(origin)
         for p, tensors in linked.items():
             for key, tensor in tensors.items():
                 tensor.copy_(self.state[p][key])

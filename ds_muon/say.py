@@ -74,7 +74,8 @@ def _written(stream: TextIO | None, line: str) -> bool:
         encoding = getattr(stream, "encoding", None) or "utf-8"
         data = line.encode(encoding, "backslashreplace")
         stream.flush()
-        if type(stream) is io.TextIOWrapper and "write" not in vars(stream):
+        plain = type(stream) is io.TextIOWrapper and "write" not in vars(stream)
+        if plain and isinstance(stream.buffer, io.BufferedWriter | io.FileIO):
             # A line that stayed in the buffer of a full device would fail again at exit, and change the exit code.
             while data:
                 data = data[os.write(stream.fileno(), data) :]

@@ -1,27 +1,42 @@
-"""The report of `ds-muon verify --report`: where ZeRO cut the model, and how exact each update was.
-
-One layout serves both files: ``png`` paints it with matplotlib, ``page`` writes it as SVG.
-"""
+"""The report of `ds-muon verify --report`: where ZeRO cut the model, and how exact each update was."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from ds_muon.extras import how_to_install
 from ds_muon.report.page import html_page
-from ds_muon.report.png import draw_updates
+from ds_muon.report.picture import figure_of, svg_of, write_png
+from ds_muon.report.rows import rows_of, selected_rows
 from ds_muon.verify.record import VerifyResult
 
-__all__ = ["draw_updates", "html_page", "write_report"]
+__all__ = ["write_report"]
+
+ROWS_IN_PNG = 60
 
 
-def write_report(result: VerifyResult, folder: Path) -> tuple[Path, Path]:
-    """Write ``updates.png`` and ``index.html`` into ``folder``, which is made if need be; returns their paths.
+def write_report(result: VerifyResult, folder: Path) -> tuple[Path, Path, Path]:
+    """Write ``updates.png``, ``updates.svg`` and ``index.html`` into ``folder``, which is made if need be.
+
+    The PNG file shows at most ``ROWS_IN_PNG`` parameters, and all that are wrong or cut; the others show all.
+
+    Returns:
+        The three paths.
 
     Raises:
-        ImportError: matplotlib is missing. The page has been written by then.
+        ImportError: matplotlib or jinja2 is missing.
     """
+    rows = rows_of(result)
+    selected = selected_rows(rows, ROWS_IN_PNG)
+    try:
+        figure = figure_of(result, rows, rows)
+        svg = svg_of(figure)
+        page = html_page(result, rows, svg)
+    except ImportError as error:
+        raise ImportError(f"the report needs matplotlib and jinja2: {how_to_install('plot')}") from error
     folder.mkdir(parents=True, exist_ok=True)
-    picture, page = folder / "updates.png", folder / "index.html"
-    page.write_text(html_page(result), encoding="utf-8")
-    draw_updates(result, picture)
-    return picture, page
+    paths = folder / "updates.png", folder / "updates.svg", folder / "index.html"
+    write_png(figure if selected == rows else figure_of(result, rows, selected), paths[0])
+    paths[1].write_text(svg, encoding="utf-8")
+    paths[2].write_text(page, encoding="utf-8")
+    return paths

@@ -34,6 +34,7 @@ DEFAULTS = {
     "momentum_dtype": "float32",
     "muon_params": (),
     "adamw_params": (),
+    "no_decay_params": (),
     "nan_guard": "off",
     "grad_norm_skip_threshold": None,
     "clip_norm_scope": "adamw",
@@ -230,7 +231,7 @@ def test_choices(key, choices):
         assert all(f'"{choice}"' in line for choice in choices)
 
 
-@pytest.mark.parametrize("key", ["muon_params", "adamw_params"])
+@pytest.mark.parametrize("key", ["muon_params", "adamw_params", "no_decay_params"])
 def test_patterns_are_a_list_of_strings(key):
     assert getattr(DSMuonConfig.parse({key: ["a.*", "b"]}), key) == ("a.*", "b")
     assert getattr(DSMuonConfig.parse({key: []}), key) == ()
@@ -365,18 +366,6 @@ def test_a_section_that_is_no_object_is_refused():
 def test_the_section_may_be_called_otherwise():
     with pytest.raises(DSMuonConfigError, match=r"^param_groups\[2\]\.lr = -1: "):
         DSMuonConfig.parse({"lr": -1}, where="param_groups[2]")
-
-
-def test_adamw_on_a_muon_rate_is_warned_about():
-    (text,) = DSMuonConfig.parse({"lr": 0.02}).warnings()
-    assert "0.02" in text and '"adam_lr"' in text and "3e-4" in text and '"muon_lr"' in text
-    assert len(DSMuonConfig.parse({}).warnings()) == 1
-    assert len(DSMuonConfig.parse({"lr": 0.0051, "muon_lr": 0.02}).warnings()) == 1
-
-
-@pytest.mark.parametrize("params", [{"lr": 5e-3}, {"lr": 0.02, "adam_lr": 3e-4}, {"lr": 0.02, "adam_lr": 0.02}])
-def test_no_warning_when_the_rate_is_small_or_chosen(params):
-    assert DSMuonConfig.parse(params).warnings() == []
 
 
 def test_config_and_routing_know_nothing_of_deepspeed():
