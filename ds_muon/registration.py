@@ -32,7 +32,7 @@ from ds_muon.learning_rates import DEEPSPEED_SCHEDULES, TORCH_SCHEDULES, far_off
 from ds_muon.optimizer import DSMuon
 from ds_muon.param_groups import split_param_groups
 from ds_muon.refusals import SUPPORTED_DEEPSPEED, DSMuonRefusal, config_refusals, may_differ, model_refusals
-from ds_muon.routing import Routing, RoutingError, route
+from ds_muon.routing import Routing, RoutingError, check_matches, route
 from ds_muon.say import say
 from ds_muon.schedulers import build, cycle_momentum, dsmuon_in, highest_rates
 from ds_muon.zero import MuonZeroOptimizer
@@ -383,10 +383,13 @@ def _read(engine: Any, model: nn.Module) -> _Prepared:
     in_pieces = of_model or engine._config.zero_optimization_stage == 3
     unread = isinstance(params, Mapping) and {"muon_params", "adamw_params"} & params.keys() - config.model_fields_set
     if not in_pieces and not unread:
-        try:
-            routing = route(model, muon_params=config.muon_params, adamw_params=config.adamw_params)
-        except RoutingError as error:
-            problems.append(error)
+        unmatched = _unmatched_patterns(config, model)
+        problems += unmatched
+        if not unmatched:
+            try:
+                routing = route(model, muon_params=config.muon_params, adamw_params=config.adamw_params)
+            except RoutingError as error:
+                problems.append(error)
     if not problems:
         assert routing is not None and iteration is not None
         return _Prepared(config, routing, iteration)
@@ -394,6 +397,18 @@ def _read(engine: Any, model: nn.Module) -> _Prepared:
         raise problems[0]
     texts = [str(problem).removeprefix(f"{_REFUSED}\n") for problem in problems]
     raise DSMuonRefusal("\n".join([_REFUSED, *texts]))
+
+
+def _unmatched_patterns(config: DSMuonConfig, model: nn.Module) -> list[RoutingError]:
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    errors = []
+    for key in ("muon_params", "adamw_params", "no_decay_params"):
+        for pattern in getattr(config, key):
+            try:
+                check_matches(key, [pattern], names)
+            except RoutingError as error:
+                errors.append(error)
+    return errors
 
 
 def _routes(routing: Routing) -> dict[str, str]:
