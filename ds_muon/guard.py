@@ -1,4 +1,4 @@
-"""Agreement between ranks: what one rank finds, all ranks act on. Whether a step is applied, and what is said of it."""
+"""What all ranks find of a step: whether it is applied, and what is said of it."""
 
 from __future__ import annotations
 
@@ -7,34 +7,15 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from deepspeed.utils import logger
 from torch import Tensor
 
+from ds_muon.agree import gather as gather
+from ds_muon.agree import raise_together as raise_together
 from ds_muon.capture import NanCapture
-
-T = TypeVar("T")
-
-
-def raise_together(error: Exception | None, process_group: dist.ProcessGroup | None = None) -> None:
-    """Raise on every rank of the group if any rank brings an error, so that none is left waiting in a collective.
-
-    A rank raises its own error where it has one, otherwise a ``RuntimeError`` that quotes the first rank that does.
-    A collective: every rank of the group must call it. Blocks the host.
-    """
-    if not dist.is_initialized() or dist.get_world_size(process_group) == 1:
-        if error is not None:
-            raise error
-        return
-    messages = gather(None if error is None else f"{type(error).__name__}: {error}", process_group)
-    if error is not None:
-        raise error
-    for rank, message in enumerate(messages):
-        if message is not None:
-            raise RuntimeError(f"rank {rank} stopped, and this rank with it. {message}")
 
 
 class NonFiniteUpdate(RuntimeError):
@@ -307,10 +288,3 @@ def agree_on_updates(partitions: Sequence[Tensor], captured: bool, process_group
         byte.fill_(CAPTURED)
     dist.all_reduce(byte, op=dist.ReduceOp.MAX, group=process_group)
     return byte
-
-
-def gather(value: T, process_group: dist.ProcessGroup | None) -> list[T]:
-    """What every rank brings, in order of rank. A collective; blocks the host."""
-    values: list[Any] = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(values, value, group=process_group)
-    return values

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from ds_muon.checkpoint import WEIGHTS_ONLY
 from ds_muon.config import DSMuonConfig
 from ds_muon.learning_rates import GroupRate
 from ds_muon.param_groups import GROUP_KEYS
@@ -168,10 +169,7 @@ class DSMuon(Optimizer):
             difference = next(_differences(saved, ours), None)
         if difference is None:
             return None
-        return ValueError(
-            f"the checkpoint was saved by another optimizer or variant: {difference}. "
-            "Load it with load_optimizer_states=False"
-        )
+        return ValueError(f"the checkpoint was saved by another optimizer or variant: {difference}. {WEIGHTS_ONLY}")
 
 
 _Saved = Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
@@ -182,6 +180,9 @@ def _differences(saved: _Saved, ours: _Saved) -> Iterator[str]:
     if len(saved) != len(ours):
         yield f"it has {len(saved)} param groups, this optimizer has {len(ours)}"
     for (saved_group, theirs), (group, mine) in zip(saved, ours, strict=False):
+        if group["use_muon"] and ("row_variance" in theirs) != ("row_variance" in mine):
+            names = ['"normuon"' if "row_variance" in state else '"muon"' for state in (theirs, mine)]
+            yield f"its variant is {names[0]}, this optimizer's {names[1]}; set optimizer.params.variant to {names[0]}"
         if theirs.keys() != mine.keys():
             yield f"its state has {sorted(theirs)}, this optimizer's has {sorted(mine)}"
         for key in theirs.keys() & mine.keys():

@@ -21,9 +21,11 @@ import torch.distributed as dist
 from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from torch import Tensor
 
+from ds_muon.agree import gather
 from ds_muon.capture import NanCapture
+from ds_muon.checkpoint import LAYOUT, layout
 from ds_muon.exchange import element_bytes
-from ds_muon.guard import Findings, StepGuard, Verdict, gather, raise_together
+from ds_muon.guard import Findings, StepGuard, Verdict
 from ds_muon.optimizer import LARGEST_IN_LIST, DSMuon
 from ds_muon.orthogonalize import release
 from ds_muon.partition import Plan, flat_layout, make_plan, out_and_in
@@ -33,9 +35,6 @@ from ds_muon.stage import MuonGroup, in_turns
 
 if TYPE_CHECKING:
     from ds_muon.verify.in_training import TrainingCheck
-
-# Of a checkpoint's shard: for each group, names and offsets of its parameters in flat order.
-_LAYOUT = "ds_muon_layout"
 
 
 class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
@@ -322,15 +321,8 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
     def state_dict(self) -> dict[str, Any]:
         """DeepSpeed's, and where every parameter of each group begins in the flat buffers."""
         state: dict[str, Any] = super().state_dict()
-        state[_LAYOUT] = self._layout()
+        state[LAYOUT] = layout(self)
         return state
-
-    def _layout(self) -> list[list[tuple[str, int]]]:
-        groups = zip(self.round_robin_bit16_groups, self.round_robin_bit16_offsets, strict=True)
-        return [
-            [(self.param_names[p], int(offset)) for p, offset in zip(group, offsets, strict=True)]
-            for group, offsets in groups
-        ]
 
     def load_state_dict(
         self,
@@ -341,51 +333,19 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         load_serial: Any = None,
         param_shapes: Any = None,
     ) -> None:
-        """Load this rank's shard of a checkpoint saved at the same world size.
+        """Load this rank's shard of a checkpoint that ``check_before_loading`` has let pass.
 
         Raises:
             NotImplementedError: a universal checkpoint.
-            ValueError: the checkpoint was saved by another optimizer, or the flat buffers were laid out otherwise:
-                other routing, grouping, order or alignment of parameters.
         """
         if checkpoint_folder is not None:
             raise NotImplementedError(
                 "checkpoint.load_universal = true: DSMuon cannot load universal checkpoints in this version; "
                 "load a regular checkpoint at the world size that saved it"
             )
-        shard = state_dict_list[self._rank]
-        if load_optimizer_states or load_from_fp32_weights:
-            raise_together(self._layout_error(shard), self.dp_process_group)
-        if load_optimizer_states:
-            state_error = self.optimizer.state_error(shard[deepspeed_zero.BASE_OPTIMIZER_STATE])
-            raise_together(state_error, self.dp_process_group)
         super().load_state_dict(
             state_dict_list, load_optimizer_states, load_from_fp32_weights, None, load_serial, param_shapes
         )
         # DeepSpeed has made new links from parameters to fp32 weights, without the optimizer's state.
         self._hp_optimizer_states_linked = False
         self._lazy_init_hp_params_optimizer_state()
-
-    def _layout_error(self, shard: dict[str, Any]) -> ValueError | None:
-        """What to do about flat buffers that were laid out otherwise."""
-        saved, ours = shard.get(_LAYOUT), self._layout()
-        if saved is None:  # another optimizer's: DeepSpeed's links show groups and cuts, if not every order
-            same = shard[deepspeed_zero.PARAM_SLICE_MAPPINGS] == self._param_slice_mappings
-            saved = ours if same else []
-        if saved == ours:
-            return None
-        group_of = {name: i for i, group in enumerate(ours) for name, _ in group}
-        moved = [name for i, group in enumerate(saved) for name, _ in group if group_of.get(name) != i]
-        if moved or len(saved) != len(ours):
-            what = f"{moved[0]!r} is in another param group" if moved else "it has other param groups"
-            keys = "model, param groups, muon_params and adamw_params"
-        elif [[name for name, _ in group] for group in saved] != [[name for name, _ in group] for group in ours]:
-            what = "parameters lie in another order"
-            keys = "model, order of parameters and zero_optimization.round_robin_gradients"
-        else:
-            what = "parameters begin at other places"
-            keys = "shapes of parameters and zero_optimization.parameter_alignment"
-        return ValueError(
-            f"this checkpoint does not fit the optimizer: {what}. Use the {keys} it was saved with, or "
-            "load_checkpoint(load_module_only=True)"
-        )
