@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ds_muon.config import DSMuonConfig
+from ds_muon.config import DSMuonConfig, DSMuonConfigError
 from ds_muon.routing import Half, Routing, RoutingError
 
 # What a param group may set for itself; the other keys of the config hold for the whole optimizer.
@@ -59,6 +59,8 @@ def split_param_groups(
                 )
             halves[half].append(param)
         own, carried = _own_settings(group, index)
+        if halves["muon"] and (problem := config.momentum_problem(own.get("momentum", 0.0))):
+            raise DSMuonConfigError(f"param_groups[{index}].momentum = {own['momentum']:g}: {problem}")
         for half, default in defaults.items():
             if halves[half]:
                 name = f"{group_name}-{half}" if group_name else half

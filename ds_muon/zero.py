@@ -27,7 +27,7 @@ from ds_muon.guard import Findings, StepGuard, gather, raise_together
 from ds_muon.optimizer import LARGEST_IN_LIST, DSMuon
 from ds_muon.orthogonalize import release
 from ds_muon.partition import Plan, flat_layout, make_plan
-from ds_muon.refusals import SUPPORTED_DEEPSPEED
+from ds_muon.refusals import NO_GRADIENTS, SUPPORTED_DEEPSPEED, DSMuonRefusal, step_refusal
 from ds_muon.stage import MuonGroup, in_turns
 from ds_muon.verify.in_training import TrainingCheck
 
@@ -68,6 +68,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
             )
             for i, group in enumerate(self.plan.groups)
         ]
+        self._frozen = [(name, p) for p, name in param_names.items() if not p.requires_grad]
         self._lazy_init_hp_params_optimizer_state()
         self.training_check = TrainingCheck(self, config.verify_every)
 
@@ -119,6 +120,10 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
             element_bytes=element_bytes(self.newton_schulz, normuon=normuon),
         )
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused, by the optimizer."""
+        self.optimizer.add_param_group(param_group)
+
     # ---- gradients, as DeepSpeed's reduction leaves them --------------------------------------------------------
 
     def get_flat_partition(
@@ -134,7 +139,12 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         """This rank's fragments of the averaged gradients, in flat order, gaps filled with zeros.
 
         DeepSpeed's method of this name also runs its own Muon on parameters tagged ``use_muon``; this one never does.
+
+        Raises:
+            DSMuonRefusal: there are none: a step comes before any backward.
         """
+        if self.all_grad_tensors.get(param_group_idx) is None:
+            raise DSMuonRefusal(NO_GRADIENTS)
         starts = self.grad_start_offset[param_group_idx][self._partition_id(param_group_idx)]
         targets = self.grad_partition_insertion_offset[param_group_idx][self._partition_id(param_group_idx)]
         fragments: list[Tensor] = []
@@ -193,9 +203,12 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         learning rate schedule.
 
         Raises:
+            DSMuonRefusal: there is nothing to step on, or what a script did meanwhile forbids it. Nothing has moved.
             NonFiniteUpdate: on every rank, where ``nan_guard`` is "raise" and an update is not finite, or where the
                 capture has seen one on any rank: in the same step, or, where ``nan_guard`` is "off", in the next.
         """
+        if refusal := step_refusal(self, self._frozen):
+            raise DSMuonRefusal(refusal)
         with self.training_check.around_step():
             self._step_all_groups()
         self.timers.log(deepspeed_zero.OPTIMIZER_TIMERS)
@@ -216,7 +229,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
             findings = self.guard.wait_for_findings(known, updates, self._capture.stops_training)
             # Neither a spike nor a bad kernel says anything of the loss scale.
             self._update_scale(not findings.gradients_are_finite)
-            self._global_grad_norm: float | None = findings.norm if self.compute_grad_norm else None
+            self._global_grad_norm = self._on_device(findings.norm) if self.compute_grad_norm else None
             self.overflow = not findings.allow_the_step
             if self.overflow:
                 self._explain(findings, updates)
@@ -225,6 +238,35 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
             self._commit(gradients)
         with self._timed(deepspeed_zero.OPTIMIZER_ALLGATHER_TIMER):
             self.update_lp_params()
+            self._bind_model()
+
+    def _bind_model(self, *, keep: bool = False) -> None:
+        """Make every parameter a view of the flat 16-bit weights again, wherever a script gave it other storage.
+
+        What does that: ``p.data = ...``, ``module.float()``, ``module.cpu()``, ``flatten_parameters`` of an RNN. The
+        others are left alone, at two microseconds of the host each.
+
+        Args:
+            keep: whether the flat weights take in what the model holds; else the model takes in what they hold.
+        """
+        groups = (self.bit16_groups_flat, self.round_robin_bit16_groups, self.round_robin_bit16_offsets)
+        for flat, params, offsets, metas in zip(*groups, self.round_robin_bit16_meta, strict=True):
+            start, size = flat.data_ptr(), flat.element_size()
+            for p, offset, meta in zip(params, offsets, metas, strict=True):
+                if (
+                    p.data_ptr() != start + size * offset
+                    or p.dtype != flat.dtype
+                    or p.shape != meta.shape
+                    or not p.is_contiguous()
+                ):
+                    weight = flat.narrow(0, offset, meta.numel()).view(meta.shape)
+                    if keep:
+                        weight.copy_(p.data)
+                    p.data = weight
+
+    def _on_device(self, number: float) -> Tensor:
+        """A number that the host knows, as a 0-d fp32 tensor. Not ``torch.tensor``, which waits for the device."""
+        return torch.full((), number, dtype=torch.float64, device=self.device).float()
 
     def _stage(self, gradients: Sequence[Tensor], may_move: Tensor) -> None:
         """Turn every Muon gradient, in place, into what ``DSMuon.step`` applies; AdamW's is that already."""
@@ -351,7 +393,21 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         super().load_state_dict(
             state_dict_list, load_optimizer_states, load_from_fp32_weights, None, load_serial, param_shapes
         )
-        # DeepSpeed has made new links from parameters to fp32 weights, without the optimizer's state.
+        self._bind_model(keep=True)
+        self._link_optimizer_state()
+
+    def _restore_from_bit16_weights(self) -> None:
+        """DeepSpeed's, of the weights that the model holds."""
+        self._bind_model(keep=True)
+        super()._restore_from_bit16_weights()
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """DeepSpeed's, after which ``safe_get_full_optimizer_state`` reads the state that is used."""
+        super().reload_states(non_blocking)
+        self._link_optimizer_state()
+
+    def _link_optimizer_state(self) -> None:
+        # DeepSpeed has made new links from parameters to fp32 weights, without the optimizer's state, or moved that.
         self._hp_optimizer_states_linked = False
         self._lazy_init_hp_params_optimizer_state()
 
