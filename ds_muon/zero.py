@@ -126,6 +126,21 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
 
     # ---- gradients, as DeepSpeed's reduction leaves them --------------------------------------------------------
 
+    def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
+        """DeepSpeed's, which ``engine.step`` calls at stage 1 where the script accumulates gradients itself."""
+        self._refuse_without_backward()
+        super().reduce_gradients(pipeline_parallel=pipeline_parallel)
+
+    def finalize_gradient_accumulation_boundary(self) -> None:
+        """The same at stage 2."""
+        self._refuse_without_backward()
+        super().finalize_gradient_accumulation_boundary()
+
+    def _refuse_without_backward(self) -> None:
+        # Counted up by the hooks of the parameters, set back by the step.
+        if self.micro_step_id == deepspeed_zero.INITIAL_MICRO_STEP_ID:
+            raise DSMuonRefusal(NO_GRADIENTS)
+
     def get_flat_partition(
         self,
         tensor_list: list[Tensor],
@@ -139,12 +154,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         """This rank's fragments of the averaged gradients, in flat order, gaps filled with zeros.
 
         DeepSpeed's method of this name also runs its own Muon on parameters tagged ``use_muon``; this one never does.
-
-        Raises:
-            DSMuonRefusal: there are none: a step comes before any backward.
         """
-        if self.all_grad_tensors.get(param_group_idx) is None:
-            raise DSMuonRefusal(NO_GRADIENTS)
         starts = self.grad_start_offset[param_group_idx][self._partition_id(param_group_idx)]
         targets = self.grad_partition_insertion_offset[param_group_idx][self._partition_id(param_group_idx)]
         fragments: list[Tensor] = []
