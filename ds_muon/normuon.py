@@ -27,7 +27,7 @@ class RowVariance:
     def __init__(self, rows: Sequence[tuple[str, int]], beta2: float, process_group: dist.ProcessGroup | None) -> None:
         self._beta2 = beta2
         self._process_group = process_group
-        self._staged = torch.empty(0)
+        self._staged = torch.empty(0, dtype=torch.float32, device="cpu")
         self._where: dict[tuple[str, ...], Tensor] = {}
         self._rows: dict[str, tuple[int, int]] = {}
         start = 0
@@ -76,7 +76,7 @@ class RowVariance:
     def _indices(self, names: tuple[str, ...], device: torch.device) -> Tensor:
         """Where the rows of some matrices lie: (len(names), rows) int64. Kept, for the same batches come every step."""
         if names not in self._where:
-            starts = torch.tensor([self._rows[name][0] for name in names], device="cpu")
-            rows = torch.arange(self._rows[names[0]][1])
+            starts = torch.tensor([self._rows[name][0] for name in names], dtype=torch.int64, device="cpu")
+            rows = torch.arange(self._rows[names[0]][1], dtype=torch.int64, device="cpu")
             self._where[names] = (starts[:, None] + rows).to(device)
         return self._where[names]
