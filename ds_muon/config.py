@@ -68,7 +68,7 @@ class DSMuonConfigError(ValueError):
 
 
 class DSMuonConfig(BaseModel):
-    """All keys of ``optimizer.params``; see the README for their meaning.
+    """All keys of ``optimizer.params``; see docs/options.md for their meaning.
 
     A description completes the sentence "set ..." of an error message.
     """
