@@ -247,7 +247,9 @@ def offload_and_reload(config: dict[str, Any], offload: bool) -> dict[str, Any]:
         away(engine)
         engine.reload_states()
     found: dict[str, Any] = {}
-    if isinstance(engine.optimizer.optimizer, DSMuon):  # AdamW's is lost to DeepSpeed's functions, or an old one
+    links = [p._hp_mapping for p in engine.module.parameters() if p._hp_mapping is not None]
+    found["linked"] = all(link.optim_fragment is not None for link in links)
+    if isinstance(engine.optimizer.optimizer, DSMuon):
         found["state"] = safe_get_full_optimizer_state(engine.module.p0, "momentum_buffer").cpu()
     train_step(engine, gradients_of(engine, 1))
     return {**found, "weights": full_weights(engine), "bound": is_bound(engine)}
@@ -265,6 +267,8 @@ def test_states_that_were_away_change_nothing(optimizer: str) -> None:
     stayed, returned = (run_ranks(2, offload_and_reload, config, offload)[0] for offload in (False, True))
     assert returned["bound"]
     assert all(torch.equal(w, returned["weights"][name]) for name, w in stayed["weights"].items())
+    # What safe_get_full_optimizer_state reads.
+    assert stayed["linked"] and returned["linked"] == (optimizer == "DSMuon")
     assert optimizer == "AdamW" or torch.equal(stayed["state"], returned["state"])
 
 
@@ -340,6 +344,18 @@ def test_adamw_does_no_better_with_misuse() -> None:
     assert found["add_param_group"].startswith("AttributeError")
     # Nothing is said of what changes nothing.
     assert found["the inner optimizer's step"] == found["unfrozen"] == "no error"
+
+
+def add_to_the_inner_optimizer(config: dict[str, Any]) -> list[str]:
+    engine = start(PrescribedGradients(SHAPES), config)
+    new = nn.Parameter(torch.ones(4, 4, device=engine.device))
+    adding = error_of(lambda: engine.optimizer.optimizer.add_param_group({"params": [new]}))
+    return [adding, error_of(lambda: train_step(engine, gradients_of(engine, 0)))]
+
+
+def test_adamw_takes_a_param_group_that_ends_its_next_step() -> None:
+    found = run_ranks(2, add_to_the_inner_optimizer, config_of("AdamW"))
+    assert found == [["no error", "IndexError: list index out of range"]] * 2
 
 
 def step_before_backward(config: dict[str, Any]) -> str:
