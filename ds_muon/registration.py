@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from deepspeed.utils import groups as deepspeed_groups
-from deepspeed.utils import log_dist, logger
+from deepspeed.utils import log_dist
 from torch import nn
 
 from ds_muon.config import ADAM_LR_WARNING, DSMuonConfig
@@ -30,6 +31,7 @@ from ds_muon.param_groups import GROUP_KEYS, split_param_groups
 from ds_muon.param_order import default_settings, fastest_order
 from ds_muon.refusals import SUPPORTED_DEEPSPEED, DSMuonRefusal, config_refusals, model_refusals
 from ds_muon.routing import Routing, route
+from ds_muon.say import log
 from ds_muon.zero import MuonZeroOptimizer
 
 OPTIMIZER_TYPE = "DSMuon"
@@ -202,7 +204,7 @@ def _configure_basic_optimizer(original: Callable[..., Any], engine: Any, model_
     high = any(group["lr"] > ADAM_LR_WARNING for group in groups if not group["use_muon"])
     if dist.get_rank() == 0 and high:
         for line in config.warnings():
-            logger.warning(f"[ds_muon] {line}")
+            log(line)
     return DSMuon(groups, config, routing)
 
 
@@ -223,7 +225,8 @@ def _configure_zero_optimizer(original: Callable[..., Any], engine: Any, optimiz
         zero_optimizer = original(optimizer)
     finally:
         deepspeed_engine.DeepSpeedZeroOptimizer = usual
-    log_dist(f"[ds_muon] {zero_optimizer.plan.summary()}", ranks=[0])
+    if dist.get_rank() == 0:
+        log(zero_optimizer.plan.summary(), logging.INFO)
     return zero_optimizer
 
 

@@ -19,6 +19,8 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
+from ds_muon.say import printable
+
 Half: TypeAlias = Literal["muon", "adamw", "none"]
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -78,7 +80,7 @@ class Routing:
         rows = [("name", "shape", "half", "reason")]
         for route in self.routes:
             name = " = ".join(route.names[:2]) + (" = ..." if len(route.names) > 2 else "")
-            rows.append((name, " x ".join(map(str, route.shape)) or "scalar", route.half, route.reason))
+            rows.append((printable(name), " x ".join(map(str, route.shape)) or "scalar", route.half, route.reason))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
         return "\n".join(line.rstrip() for line in lines)
@@ -90,7 +92,7 @@ class Routing:
             f"AdamW: {_count(self.of_half('adamw'), 'tensor', 'tensors')}",
         ]
         if idle := self.of_half("none"):
-            some = ", ".join(f"{route.name} ({route.reason})" for route in idle[:3])
+            some = ", ".join(f"{printable(route.name)} ({route.reason})" for route in idle[:3])
             lines.append(f"Not trained: {_count(idle, 'tensor', 'tensors')}: {some}{', ...' if len(idle) > 3 else ''}")
         return lines
 

@@ -1,8 +1,9 @@
-"""A line that the user sees whatever the log level, and that never ends a run."""
+"""What is said to the user, in a way that never ends a run, or changes what a command has found."""
 
 from __future__ import annotations
 
 import io
+import logging
 import os
 import sys
 from contextlib import suppress
@@ -23,10 +24,37 @@ def say(text: str, *, every_rank: bool = False) -> None:
     """
     with suppress(Exception):
         if every_rank or _rank() == 0:
-            line = f"[ds_muon] {''.join(map(_printable, text))}\n"
+            line = f"[ds_muon] {printable(text)}\n"
             for stream in (sys.stdout, sys.stderr):
                 if _written(stream, line):
                     return
+
+
+def log(text: str, level: int = logging.WARNING, *, logger: str = "DeepSpeed") -> None:
+    """One line in a log, DeepSpeed's by default. Never raises, whatever its handlers do.
+
+    Args:
+        text: as in ``say``.
+    """
+    with suppress(Exception):
+        # A handler whose stream lacks a letter writes a traceback in place of the line.
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        line = f"[ds_muon] {printable(text)}".encode(encoding, "backslashreplace").decode(encoding)
+        logging.getLogger(logger).log(level, "%s", line, stacklevel=2)
+
+
+def tell(text: str, *, to: TextIO | None = None) -> bool:
+    """Write the lines of a command, by default to stdout. Never raises.
+
+    Returns:
+        Whether they were taken: a closed pipe takes nothing, a full device not all.
+    """
+    return _written(sys.stdout if to is None else to, f"{text}\n")
+
+
+def printable(text: str) -> str:
+    """The text with escapes for what is not printable: no parameter's name may begin a line of its own."""
+    return "".join(map(_printable, text))
 
 
 def _rank() -> int:
@@ -46,9 +74,11 @@ def _written(stream: TextIO | None, line: str) -> bool:
         encoding = getattr(stream, "encoding", None) or "utf-8"
         data = line.encode(encoding, "backslashreplace")
         stream.flush()
-        if type(stream) is io.TextIOWrapper and "write" not in vars(stream):
+        plain = type(stream) is io.TextIOWrapper and "write" not in vars(stream)
+        if plain and isinstance(stream.buffer, io.BufferedWriter | io.FileIO):
             # A line that stayed in the buffer of a full device would fail again at exit, and change the exit code.
-            os.write(stream.fileno(), data)
+            while data:
+                data = data[os.write(stream.fileno(), data) :]
         else:  # a notebook, or a logger that copies what is written
             stream.write(data.decode(encoding))
             stream.flush()

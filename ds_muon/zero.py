@@ -28,6 +28,7 @@ from ds_muon.optimizer import LARGEST_IN_LIST, DSMuon
 from ds_muon.orthogonalize import release
 from ds_muon.partition import Plan, flat_layout, make_plan
 from ds_muon.refusals import SUPPORTED_DEEPSPEED
+from ds_muon.say import printable
 from ds_muon.stage import MuonGroup, in_turns
 from ds_muon.verify.in_training import TrainingCheck
 
@@ -260,7 +261,8 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         first, *others = [matrix for matrix in self.plan.matrices if matrix.name in bad]
         settings = self.newton_schulz
         what = (
-            f"the update of {first.name} ({first.rows} x {first.cols}) is not finite in step {self.steps} since start"
+            f"the update of {printable(first.name)} ({first.rows} x {first.cols}) is not finite in step {self.steps} "
+            "since start"
         )
         what += f", nor those of {len(others)} more matri{'x' if len(others) == 1 else 'ces'}" if others else ""
         if first.name in bad_momentum:

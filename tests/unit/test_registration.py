@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import logging
 import subprocess
 import sys
 from typing import Any
@@ -107,9 +108,13 @@ def test_other_optimizers_are_left_to_deepspeed(optimizer: dict[str, Any], expec
 def logged(config: dict[str, Any]) -> tuple[list[str], list[str]]:
     lines: list[str] = []
     warnings: list[str] = []
+
+    def log(line: str, level: int = logging.WARNING) -> None:
+        (warnings if level == logging.WARNING else lines).append(line)
+
     with (
         mock.patch.object(registration, "log_dist", lambda line, ranks: lines.append(line)),
-        mock.patch.object(registration.logger, "warning", warnings.append),
+        mock.patch.object(registration, "log", log),
     ):
         engine = start(Block(), config)
     assert engine.optimizer.optimizer.routing.table().count("\n") >= 9
