@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ds_muon.files import write_text
 from ds_muon.report.page import html_page
 from ds_muon.report.png import draw_updates
 from ds_muon.verify.record import VerifyResult
 
-__all__ = ["draw_updates", "html_page", "write_report"]
+__all__ = ["FILES", "draw_updates", "html_page", "write_report"]
+
+FILES = ("updates.png", "index.html")
 
 
 def write_report(result: VerifyResult, folder: Path) -> tuple[Path, Path]:
@@ -20,8 +23,7 @@ def write_report(result: VerifyResult, folder: Path) -> tuple[Path, Path]:
     Raises:
         ImportError: matplotlib is missing. The page has been written by then.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    picture, page = folder / "updates.png", folder / "index.html"
-    page.write_text(html_page(result), encoding="utf-8")
+    picture, page = (folder / name for name in FILES)
+    write_text(page, html_page(result))
     draw_updates(result, picture)
     return picture, page

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_muon.extras import how_to_install
+from ds_muon.files import writing
 from ds_muon.report.layout import (
     COLOURS,
     PADDING,
@@ -46,7 +47,8 @@ def draw_updates(result: VerifyResult, path: Path) -> None:
         axes.set_axis_off()
         for order, shape in enumerate(picture.shapes):
             _paint(axes, shape, order)
-        figure.savefig(path, format="png", dpi=min(_DPI, 100 * _MOST_PIXELS / picture.height))
+        with writing(path) as file:
+            figure.savefig(file, format="png", dpi=min(_DPI, 100 * _MOST_PIXELS / picture.height))
 
 
 def _light(colour: str) -> str:
