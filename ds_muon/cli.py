@@ -22,7 +22,6 @@ from ds_muon.files import check_writable, keep, write_text
 from ds_muon.launch import RanksFailed, run_ranks
 from ds_muon.orthogonalize import BACKENDS
 from ds_muon.owners import RATES, Rates
-from ds_muon.param_order import default_settings
 from ds_muon.replay import replay
 from ds_muon.say import tell
 from ds_muon.verify import table
@@ -327,10 +326,6 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="numbers of ranks (default: 1, 2, 4, ... 4096)",
     )  # fmt: skip
     parser.add_argument(
-        "--param-order", choices=("model", "fastest"), default="model", metavar="ORDER",
-        help="of the matrices: model, or fastest, which is another one where a step is faster (default: model)",
-    )  # fmt: skip
-    parser.add_argument(
         "--tflops",
         type=_rate,
         default=RATES.flops / 1e12,
@@ -355,20 +350,16 @@ def _plan(options: argparse.Namespace) -> int:
     elif backend == "triton" and find_spec("triton") is None:
         tell(f"ds-muon plan: --ns-backend triton needs Triton: {how_to_install('triton')}", to=sys.stderr)
         return COULD_NOT_RUN
-    settings = replace(default_settings(), backend=backend)
+    settings = replace(planner.default_settings(), backend=backend)
     rates = Rates(1e12 * options.tflops, 1e9 * options.link)
     costs: dict[str, list[planner.StepCost]] = {}
     for model in options.models:
         shapes = planner.MODELS[model]()
-        costs[model] = [
-            planner.step_cost(shapes, size, settings, rates=rates, param_order=options.param_order)
-            for size in options.world_size
-        ]
+        costs[model] = [planner.step_cost(shapes, size, settings, rates=rates) for size in options.world_size]
         elements = sum(rows * cols for _, (rows, cols) in shapes)
         tell(
             f"{model}: {len(shapes)} matrices, {elements / 1e9:.2f}B elements; defaults on a GPU "
-            f"({options.tflops:g} TFLOP/s and {options.link:g} GB/s per rank), {backend} backend, "
-            f"param_order {options.param_order}\n"
+            f"({options.tflops:g} TFLOP/s and {options.link:g} GB/s per rank), {backend} backend\n"
         )
         tell(f"{planner.table(costs[model])}\n")
     kept = []

@@ -32,6 +32,7 @@ UNKNOWN_KEY_HINTS = {
     "torch_adam": _ADAM_KEY,
     "fp32_optimizer_states": _ADAM_KEY,
     "fused": "is not a key of DSMuon: torch's AdamW is fused wherever torch can; remove the key",
+    "param_order": "is gone: matrices lie in the model's order; remove the key",
     "backend": 'is not a key of DSMuon; for the Newton-Schulz backend set "ns_backend"',
 }
 
@@ -100,7 +101,6 @@ class DSMuonConfig(BaseModel):
     momentum_dtype: Literal["float32", "bfloat16"] = Field("float32", description='"float32" or "bfloat16"')
     muon_params: tuple[Pattern, ...] = Field((), description=_PATTERNS)
     adamw_params: tuple[Pattern, ...] = Field((), description=_PATTERNS)
-    param_order: Literal["model", "fastest"] = Field("model", description='"model" or "fastest"')
     nan_guard: Literal["off", "skip", "raise"] = Field("off", description='"off", "skip" or "raise"')
     grad_norm_skip_threshold: float | None = Field(None, gt=0, description="a number > 0, or null")
     clip_norm_scope: Literal["adamw", "all"] = Field("adamw", description='"adamw" or "all"')

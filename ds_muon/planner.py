@@ -1,6 +1,6 @@
 """What Muon's step costs at world sizes that are not at hand: ``ds-muon plan``. Pure functions of shapes; no ranks.
 
-The matrices of a model lie in one flat buffer, in the model's order or another `param_order`, as ZeRO lays them out.
+The matrices of a model lie in one flat buffer, in the model's order, as ZeRO lays them out.
 These schemes are compared:
 
     ours         a matrix is orthogonalized once, by its owner: one of its holders, or a rank that holds nothing of it
@@ -16,14 +16,15 @@ that it sends and receives at the rate of its link; of a step, those of the rank
 anything is exchanged. The owners are the engine's, which it chooses by that model at 500 TFLOP/s and 100 GB/s; a step
 must be 2 % faster for an owner that holds nothing.
 
-Memory is what a rank has allocated at the same time inside a step, beside its gradients, which AdamW's step needs as
-well (`step_memory`): for what travels, and with the batch that Newton-Schulz works in. Beside it stands what Muon saves
-between steps, one of AdamW's two moments. Where the former is more, the peak of a step is above that of AdamW's.
+Memory is the most that a rank can have allocated at the same time inside a step, beside its gradients, which AdamW's
+step needs as well: for what travels, and with the batch that Newton-Schulz works in. Beside it stands what Muon saves
+between steps, one of AdamW's two moments. Where the former is less, the peak of a step is not above that of AdamW's.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,16 +32,19 @@ from functools import partial
 import torch
 
 from ds_muon.exchange import element_bytes
-from ds_muon.orthogonalize import NewtonSchulz
+from ds_muon.orthogonalize import BACKENDS, WORKSPACE_BYTES, NewtonSchulz, newton_schulz
 from ds_muon.owners import RATES, Rates
-from ds_muon.param_order import default_settings, fastest_order
-from ds_muon.partition import flat_layout, make_plan
-from ds_muon.step_memory import parts, step_memory
+from ds_muon.partition import GroupPlan, flat_layout, make_plan
 
 FREE = Rates(bytes_per_second=math.inf, exchange_seconds=0.0, least_gain=0.0)
 """As if moving cost nothing: ranks are as even as the matrices allow."""
 
 Shapes = list[tuple[str, tuple[int, int]]]
+
+
+def default_settings() -> NewtonSchulz:
+    """The defaults of the config on a GPU."""
+    return NewtonSchulz.resolve(torch.device("cpu"), ns_dtype="float16")
 
 
 def gpt(layers: int, width: int) -> Shapes:
@@ -80,7 +84,6 @@ class StepCost:
 
     Attributes:
         world_size: ranks.
-        param_order: in which the matrices were to be laid out.
         matrices: of the model.
         straddling: those that a boundary cuts.
         moved: those that a rank owns which holds nothing of them; ours.
@@ -98,13 +101,12 @@ class StepCost:
         seconds: of a step by the model; ours.
         seconds_by_holders: the same, if owners are holders.
         backend: of Newton-Schulz, for the two numbers that follow.
-        exchange_memory: bytes that the rank with most has allocated at one time in a step for what travels; ours.
+        exchange_memory: the most bytes that a rank has allocated in a step for what travels; see ``step_memory``.
         step_memory: the same, with the batch that Newton-Schulz works on.
         saved_memory: bytes that a rank needs less than with AdamW, between steps: one of two fp32 moments.
     """
 
     world_size: int
-    param_order: str
     matrices: int
     straddling: int
     moved: int
@@ -159,7 +161,6 @@ def step_cost(
     *,
     rates: Rates = RATES,
     normuon: bool = False,
-    param_order: str = "model",
 ) -> StepCost:
     """The cost of one step.
 
@@ -169,11 +170,7 @@ def step_cost(
         settings: of the iteration.
         rates: for the times; the owners are the engine's, whatever the rates.
         normuon: whether results travel with NorMuon's factors, in fp32.
-        param_order: ``"model"`` or ``"fastest"``.
     """
-    if param_order == "fastest":
-        (order,) = fastest_order([[shape for _, shape in shapes]], world_size, default_settings().cost)
-        shapes = [shapes[i] for i in order]
     layout = flat_layout([math.prod(shape) for _, shape in shapes], world_size)
     size = element_bytes(settings, normuon=normuon)
     plan, if_free, by_holders = (
@@ -185,18 +182,16 @@ def step_cost(
     for matrix in group.matrices:
         for piece in matrix.slices:
             each_holder[piece.rank] += settings.cost(matrix.rows, matrix.cols)
-    of_ranks = parts(group)
-    memory = [step_memory(part, settings, normuon=normuon) for part in set(of_ranks)]
+    exchange, with_batch = step_memory(group, settings, normuon=normuon)
     return StepCost(
         world_size=world_size,
-        param_order=param_order,
         matrices=len(shapes),
         straddling=len(group.straddlers),
         moved=sum(matrix.moved for matrix in group.matrices),
         moved_bytes=plan.moved_elements() * size,
         moved_bytes_by_holders=by_holders.moved_elements() * size,
         busiest_bytes=max(plan.moved_by_rank()) * size,
-        runs=sum(part.runs for part in of_ranks),
+        runs=len(group.matrices),
         runs_each_holder=sum(len(matrix.slices) for matrix in group.matrices),
         flops=sum(settings.cost(*shape) for _, shape in shapes),
         loads=plan.loads,
@@ -207,10 +202,47 @@ def step_cost(
         seconds=plan.seconds(rates, element_bytes=size),
         seconds_by_holders=by_holders.seconds(rates, element_bytes=size),
         backend=settings.backend,
-        exchange_memory=max(of_rank.exchange for of_rank in memory),
-        step_memory=max(of_rank.peak for of_rank in memory),
+        exchange_memory=max(exchange),
+        step_memory=max(with_batch),
         saved_memory=torch.float32.itemsize * group.partition_size,
     )
+
+
+def step_memory(plan: GroupPlan, settings: NewtonSchulz, *, normuon: bool = False) -> tuple[list[int], list[int]]:
+    """An upper bound of the bytes that each rank allocates in the step of a param group, beside its gradients.
+
+    A rank has, of the travelling matrices that it owns, U in fp32 and a copy of O; and of each slice that it sends or
+    receives, a packed copy each way. Newton-Schulz works on one batch at a time, in ``WORKSPACE_BYTES`` or in what one
+    matrix needs. Of several groups, two are under way at a time.
+
+    Args:
+        plan: of the group.
+        settings: of the iteration; its backend says what a batch works in.
+        normuon: whether results are NorMuon's.
+
+    Returns:
+        By rank: for what travels, and that together with a batch.
+    """
+    backend = BACKENDS[settings.backend]()
+    elements = [0] * plan.world_size
+    runs: list[Counter[tuple[int, int]]] = [Counter() for _ in range(plan.world_size)]
+    for matrix in plan.matrices:
+        runs[matrix.owner][matrix.rows, matrix.cols] += 1
+        if matrix.travels:
+            elements[matrix.owner] += matrix.rows * matrix.cols
+        for piece in matrix.slices:
+            if piece.rank != matrix.owner:
+                elements[piece.rank] += piece.numel
+                elements[matrix.owner] += piece.numel
+
+    def batch(rows: int, cols: int, count: int) -> int:
+        squares = newton_schulz.squares(settings.form(rows, cols))
+        one = backend.workspace(rows, cols, settings.dtype, squares)
+        return min(count * one, max(WORKSPACE_BYTES, one))
+
+    exchange = [element_bytes(settings, normuon=normuon) * count for count in elements]
+    largest = [max((batch(*shape, count) for shape, count in of_rank.items()), default=0) for of_rank in runs]
+    return exchange, [sum(both) for both in zip(exchange, largest, strict=True)]
 
 
 def table(costs: Sequence[StepCost]) -> str:

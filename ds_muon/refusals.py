@@ -71,13 +71,6 @@ def config_refusals(config: Any, mesh_device: Any) -> list[str]:
                 "DSMuon cannot load universal checkpoints in this version; set it to false",
             ),
             (
-                "zero_optimization.round_robin_gradients",
-                "true",
-                zero.round_robin_gradients and (config.optimizer_params or {}).get("param_order") == "fastest",
-                "it deals the parameters to the ranks in an order of its own, whatever optimizer.params.param_order = "
-                '"fastest" has found; set it to false, or param_order to "model"',
-            ),
-            (
                 "sequence_parallel_size",
                 sequence_parallel,
                 sequence_parallel > 1,

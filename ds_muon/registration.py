@@ -10,7 +10,7 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,6 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
-from deepspeed.utils import groups as deepspeed_groups
 from deepspeed.utils import log_dist
 from torch import nn
 
@@ -28,7 +27,6 @@ from ds_muon.config import ADAM_LR_WARNING, DSMuonConfig
 from ds_muon.guard import gather, raise_together
 from ds_muon.optimizer import DSMuon
 from ds_muon.param_groups import GROUP_KEYS, split_param_groups
-from ds_muon.param_order import default_settings, fastest_order
 from ds_muon.refusals import SUPPORTED_DEEPSPEED, DSMuonRefusal, config_refusals, model_refusals
 from ds_muon.routing import Routing, route
 from ds_muon.say import log
@@ -90,7 +88,6 @@ _ZERO_ATTRIBUTES = (
 )
 _MODULE_NAMES = (
     (deepspeed_engine, ("DeepSpeedZeroOptimizer", "ZERO_OPTIMIZATION")),
-    (deepspeed_groups, ("_get_sequence_data_parallel_world_size",)),
     (
         deepspeed_zero,
         (
@@ -190,8 +187,6 @@ def _configure_basic_optimizer(original: Callable[..., Any], engine: Any, model_
     error: Exception | None = None
     try:
         groups = split_param_groups(engine.module, model_parameters, routing, config)
-        if config.param_order == "fastest":
-            _reorder([group for group in groups if group["use_muon"]], engine.zero_parameter_alignment())
     except Exception as caught:  # whatever it is, no rank may be left waiting
         error = caught
     raise_together(error)
@@ -267,28 +262,6 @@ def _prepare(engine: Any, model: nn.Module) -> _Prepared:
                 'set "ns_backend" and "ns_dtype" to what every rank can run'
             )
     return prepared
-
-
-def _reorder(groups: Sequence[dict[str, Any]], parameter_alignment: bool) -> None:
-    """Give the groups' matrices the order of ``fastest_order``.
-
-    The cost is that of the defaults, whatever the config: a checkpoint fits its order only, and so may be resumed with
-    other settings of the iteration.
-    """
-    orders = fastest_order(
-        [[tuple(p.shape) for p in group["params"]] for group in groups],
-        deepspeed_groups._get_sequence_data_parallel_world_size(),
-        default_settings().cost,
-        element_size=groups[0]["params"][0].element_size(),
-        parameter_alignment=parameter_alignment,
-    )
-    for group, order in zip(groups, orders, strict=True):
-        group["params"] = [group["params"][i] for i in order]
-    kept = all(order == tuple(range(len(order))) for order in orders)
-    found = (
-        "keeps the given order: no other was found to be faster" if kept else "lays the matrices out in another order"
-    )
-    log_dist(f"[ds_muon] param_order: {found}", ranks=[0])
 
 
 def _facts(engine: Any, groups: list[dict[str, Any]]) -> bytes:

@@ -372,7 +372,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
             keys = "model, param groups, muon_params and adamw_params"
         elif [[name for name, _ in group] for group in saved] != [[name for name, _ in group] for group in ours]:
             what = "parameters lie in another order"
-            keys = "model, order of parameters, param_order and zero_optimization.round_robin_gradients"
+            keys = "model, order of parameters and zero_optimization.round_robin_gradients"
         else:
             what = "parameters begin at other places"
             keys = "shapes of parameters and zero_optimization.parameter_alignment"

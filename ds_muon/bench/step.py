@@ -17,18 +17,11 @@ sources, as bytes), same order. What a config does not name is DeepSpeed's defau
 
 DSMuon's parts come from iterations of their own, after the others, in which the device is idle whenever a part begins
 or ends: they overlap nothing, and may add up to more than the median above.
-
-Beside them stands what `ds-muon plan` would say of this step: its model of a step's time, with the plan of the engine,
-at rates measured in turns with those iterations, on random matrices and by exchanges of two sizes, all ranks at once.
-Measured is Newton-Schulz and exchange together, on the slowest rank of each iteration, the mean of the middle half.
-Ranks begin together, and wait in the exchange for the Newton-Schulz of others; the model has no such wait, but takes
-the slowest rank. The rate of a large matmul tells how far Newton-Schulz is from the floor.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import statistics
 import sys
@@ -42,11 +35,9 @@ import torch
 from ds_muon import planner
 from ds_muon.bench.chart import draw_bars
 from ds_muon.bench.parts import PARTS
-from ds_muon.bench.rates import middle_mean_of_slowest
 from ds_muon.config import DSMuonConfig, DSMuonConfigError
 from ds_muon.files import keep, write_text
 from ds_muon.launch import RanksFailed, placement, run_ranks
-from ds_muon.owners import Rates
 from ds_muon.say import tell
 
 MODELS = {"tiny": (3, 128), **{name.removeprefix("gpt-"): size for name, size in planner.GPTS.items()}}
@@ -123,47 +114,25 @@ class Wire:
 
 
 @dataclass(frozen=True)
-class Planned:
-    """What the engine's plan says of a step.
-
-    Attributes:
-        flops: operations of the most loaded rank.
-        exchange_bytes: that all ranks send.
-        rates: of the model, measured on these ranks.
-        ms: of the step by the model, at these rates.
-    """
-
-    flops: float
-    exchange_bytes: int
-    rates: Rates
-    ms: float
-
-
-@dataclass(frozen=True)
 class RankParts:
     """One rank's instrumented iterations.
 
     Attributes:
         iteration_ms: of one of them, the mean of the middle half by time.
         ms: of its parts, over the same ones; they add up to it.
-        step_ms: Newton-Schulz and exchange in each of them, the fast and the slow ones too.
         sent_bytes: by the exchange, in one of them.
-        matmul_tflops: rate of the yardstick in between, the median.
     """
 
     iteration_ms: float
     ms: dict[str, float]
-    step_ms: tuple[float, ...]
     sent_bytes: int
-    matmul_tflops: float
 
 
 @dataclass(frozen=True)
 class Parts:
-    """DSMuon's parts, by rank, and what the plan says of them."""
+    """DSMuon's parts, by rank."""
 
     ranks: tuple[RankParts, ...]
-    planned: Planned
 
     @property
     def busiest(self) -> RankParts:
@@ -174,38 +143,6 @@ class Parts:
     def sent_bytes(self) -> int:
         """By the exchange of all ranks in an iteration."""
         return sum(rank.sent_bytes for rank in self.ranks)
-
-    @property
-    def floor_ms(self) -> float:
-        """Newton-Schulz of the most loaded rank, at the rate of the matmul on the busiest one."""
-        return self.planned.flops / self.busiest.matmul_tflops / 1e9
-
-    @property
-    def measured_ms(self) -> float:
-        """What the model is of: Newton-Schulz and exchange, of each iteration's slowest rank."""
-        return middle_mean_of_slowest([rank.step_ms for rank in self.ranks])
-
-    @property
-    def error(self) -> float:
-        """Of the model: what it says too much, or too little, as a part of what was measured."""
-        return self.planned.ms / self.measured_ms - 1
-
-    def beside_plan(self) -> dict[str, float | None]:
-        """Planned and measured, with the error; no rate of a link where nothing can be exchanged."""
-        planned, link = self.planned, self.planned.rates.bytes_per_second
-        return {
-            "flops_per_second": planned.rates.flops,
-            "bytes_per_second": link if math.isfinite(link) else None,
-            "exchange_seconds": planned.rates.exchange_seconds,
-            "predicted_ms": planned.ms,
-            "measured_ms": self.measured_ms,
-            "error": self.error,
-            "newton_schulz_ms": self.busiest.ms["newton_schulz"],
-            "matmul_tflops": self.busiest.matmul_tflops,
-            "floor_ms": self.floor_ms,
-            "exchange_bytes": self.sent_bytes,
-            "planned_exchange_bytes": planned.exchange_bytes,
-        }
 
 
 @dataclass(frozen=True)
@@ -246,7 +183,6 @@ class Run:
         dtype: of the model.
         parameters: of the model.
         passes: 1 if the engines were there together, else how often each was built.
-        matmul: what the yardstick is.
         notes: to be said beside the table.
         versions: of the packages.
         measured: by candidate, in the order of the task.
@@ -257,7 +193,6 @@ class Run:
     dtype: str
     parameters: int
     passes: int
-    matmul: str
     notes: tuple[str, ...]
     versions: dict[str, str]
     measured: tuple[Measured, ...]
@@ -295,13 +230,8 @@ def _measured(wire: Mapping[str, Any] | None, parts: Mapping[str, Any] | None, *
     return Measured(
         **{**entry, "times_ms": tuple(entry["times_ms"])},
         wire=None if wire is None else Wire(**wire),
-        parts=None if parts is None else _parts(**parts),
+        parts=None if parts is None else Parts(tuple(RankParts(**rank) for rank in parts["ranks"])),
     )
-
-
-def _parts(ranks: Sequence[Mapping[str, Any]], planned: Mapping[str, Any]) -> Parts:
-    plan = Planned(**{**planned, "rates": Rates(**planned["rates"])})
-    return Parts(tuple(RankParts(**{**rank, "step_ms": tuple(rank["step_ms"])}) for rank in ranks), plan)
 
 
 # ---- the task -------------------------------------------------------------------------------------------------------
@@ -421,8 +351,6 @@ def numbers(task: Task, found: Run) -> dict[str, Any]:
         entry = asdict(measured) | {"optimizer": candidate.optimizer, "zero_optimization": candidate.zero}
         entry |= {"ms": measured.ms, "tokens_per_second": None if measured.ms is None else 1e3 * tokens / measured.ms}
         entry |= {"surcharge_ms": found.surcharge_ms(measured), "over_muon": found.over_muon(measured)}
-        entry["parts"] = None if measured.parts is None else {"ranks": [asdict(r) for r in measured.parts.ranks]}
-        entry["beside_plan"] = None if measured.parts is None else measured.parts.beside_plan()
         entries.append(entry)
     return {
         **{key: value for key, value in asdict(task).items() if key != "candidates"},
@@ -467,14 +395,14 @@ def _lines(task: Task, found: Run) -> Iterator[str]:
     yield "surcharge: " + ("no AdamW was measured" if baseline is None else f"over {baseline.name}")
     for measured in found.measured:
         if measured.parts is not None:
-            yield from _part_lines(measured.name, measured.parts, found.matmul)
+            yield from _part_lines(measured.name, measured.parts)
 
 
 def _number(value: float | None, width: int, digits: int) -> str:
     return f"{'-':>{width}}" if value is None else f"{value:>{width},.{digits}f}"
 
 
-def _part_lines(name: str, parts: Parts, matmul: str) -> Iterator[str]:
+def _part_lines(name: str, parts: Parts) -> Iterator[str]:
     yield f"\n{name}, parts in ms, measured separately: the device is idled around each, so nothing overlaps"
     yield f"{'':16}{'busiest rank':>14}{'mean':>9}"
     busiest = parts.busiest
@@ -483,22 +411,7 @@ def _part_lines(name: str, parts: Parts, matmul: str) -> Iterator[str]:
         yield f"  {part:14}{busiest.ms[part]:14.2f}{mean:9.2f}   {meaning}"
     whole = statistics.fmean(rank.iteration_ms for rank in parts.ranks)
     yield f"  {'iteration':14}{busiest.iteration_ms:14.2f}{whole:9.2f}"
-    rates, beside = parts.planned.rates, parts.beside_plan()
-    link = "" if beside["bytes_per_second"] is None else f", {rates.bytes_per_second / 1e9:.3g} GB/s"
-    yield (
-        f"beside ds-muon plan, at rates measured meanwhile: {rates.flops / 1e12:.3g} TFLOP/s of Newton-Schulz{link}, "
-        f"{1e3 * rates.exchange_seconds:.3g} ms per exchange"
-    )
-    yield (
-        f"  Newton-Schulz and exchange, slowest rank: predicted {parts.planned.ms:.2f} ms, "
-        f"measured {parts.measured_ms:.2f} ms: error {100 * parts.error:+.1f} %"
-    )
-    ours = busiest.ms["newton_schulz"]
-    yield (
-        f"  Newton-Schulz, busiest rank: {ours:.2f} ms, {ours / parts.floor_ms:.2f} times what it is at the "
-        f"{busiest.matmul_tflops:.3g} TFLOP/s of a {matmul}"
-    )
-    yield f"  exchange {parts.sent_bytes / 1e6:.2f} MB, planned {parts.planned.exchange_bytes / 1e6:.2f} MB"
+    yield f"  exchange {parts.sent_bytes / 1e6:.2f} MB"
 
 
 def _draw(path: Path, task: Task, found: Run) -> None:

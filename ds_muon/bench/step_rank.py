@@ -14,7 +14,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,16 +27,14 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
 import ds_muon
-from ds_muon.bench.clock import Yardstick, synchronize
+from ds_muon.bench.clock import synchronize
 from ds_muon.bench.parts import PARTS, Recorder, instrumented
-from ds_muon.bench.rates import RateMeter
 from ds_muon.bench.step import (
     CANDIDATES,
     COULD_NOT_RUN,
     Candidate,
     Measured,
     Parts,
-    Planned,
     RankParts,
     Run,
     Task,
@@ -90,7 +88,6 @@ class Contender:
         self.loss = math.nan
         self.wire: Wire | None = None
         self.parts: RankParts | None = None
-        self.planned: Planned | None = None
         self._device = device
         self._resident_now = 0
 
@@ -159,20 +156,14 @@ class Contender:
             peak = torch.cuda.max_memory_allocated(self._device) - of_others
             self.peak_bytes = max(self.peak_bytes or 0, peak)
 
-    def measure_parts(self, text: Text, yardstick: Yardstick) -> None:
-        """Time the parts of DSMuon's iterations, none of which counts among the others; ask the plan for their time."""
-        zero = self.engine.optimizer
-        normuon = zero.optimizer.config.variant == "normuon"
-        meter = RateMeter(zero.plan, zero.newton_schulz, self._device, normuon=normuon)
+    def measure_parts(self, text: Text) -> None:
+        """Time the parts of DSMuon's iterations, none of which counts among the others."""
         recorder = Recorder(partial(synchronize, self._device))
         iterations: list[tuple[float, dict[str, float]]] = []
-        matmuls = []
         say_progress(f"measuring the parts of {self.candidate.name}")
         with instrumented(self.engine, recorder):
             for index in range(1 + _INSTRUMENTED):
                 window = text.window(index)
-                matmuls.append(yardstick.milliseconds())
-                meter.measure()
                 dist.barrier()
                 recorder.reset()
                 with recorder.part("rest"):
@@ -182,12 +173,7 @@ class Contender:
                         self.engine.backward(loss)
                     self.engine.step()
                 iterations.append((sum(recorder.ms.values()), {part: recorder.ms[part] for part in PARTS}))
-        rate = yardstick.rate(statistics.median(matmuls)) / 1e12
-        step_ms = tuple(ms["newton_schulz"] + ms["exchange"] for _, ms in iterations[1:])
-        self.parts = RankParts(*_middle_half(iterations[1:]), step_ms, recorder.sent_bytes, rate)
-        rates, size = meter.rates(), element_bytes(zero.newton_schulz, normuon=normuon)
-        ms = 1e3 * zero.plan.seconds(rates, element_bytes=size)
-        self.planned = Planned(max(zero.plan.loads), zero.plan.moved_elements() * size, rates, ms)
+        self.parts = RankParts(*_middle_half(iterations[1:]), recorder.sent_bytes)
 
     def measured(self) -> Measured:
         """Of all ranks. A collective."""
@@ -203,7 +189,7 @@ class Contender:
             peak_bytes=None if self.peak_bytes is None else max(peak),
             loss=statistics.fmean(losses),
             wire=self.wire,
-            parts=None if self.planned is None else Parts(parts, self.planned),
+            parts=None if self.parts is None else Parts(parts),
         )
 
 
@@ -304,14 +290,13 @@ def measure(task: Task, device: torch.device) -> Run:
     together = fit_together(task, parameters, device)
     contenders = [Contender(candidate, device) for candidate in task.candidates]
     take_turns = _all_at_once if together else _one_at_a_time
-    yardstick = take_turns(task, [c for c in contenders if c.problem is None], text, lambda: Yardstick(device))
+    take_turns(task, [c for c in contenders if c.problem is None], text)
     return Run(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         world_size=dist.get_world_size(),
         dtype="fp32" if device.type == "cpu" else "bf16",
         parameters=parameters,
         passes=1 if together else PASSES,
-        matmul=str(yardstick),
         notes=tuple(_notes(task)),
         versions={"torch": torch.__version__, "deepspeed": deepspeed.__version__, "ds_muon": ds_muon.__version__},
         measured=tuple(contender.measured() for contender in contenders),
@@ -328,9 +313,7 @@ def _start_libraries(task: Task, device: torch.device) -> None:
     model(tokens, tokens).backward()
 
 
-def _all_at_once(
-    task: Task, contenders: Sequence[Contender], text: Text, make_yardstick: Callable[[], Yardstick]
-) -> Yardstick:
+def _all_at_once(task: Task, contenders: Sequence[Contender], text: Text) -> None:
     for contender in contenders:
         contender.build(task, text)
     ready = [contender for contender in contenders if contender.problem is None]
@@ -342,16 +325,11 @@ def _all_at_once(
         window = text.window(1 + WARMUP + index)
         for contender in order.sample(ready, len(ready)):
             contender.measure(window)
-    yardstick = make_yardstick()
     for contender in filter(_is_ours, ready):
-        contender.measure_parts(text, yardstick)
-    return yardstick
+        contender.measure_parts(text)
 
 
-def _one_at_a_time(
-    task: Task, contenders: Sequence[Contender], text: Text, make_yardstick: Callable[[], Yardstick]
-) -> Yardstick:
-    yardstick: Yardstick | None = None
+def _one_at_a_time(task: Task, contenders: Sequence[Contender], text: Text) -> None:
     for share in range(PASSES):
         for contender in contenders:
             if contender.problem is None:
@@ -361,10 +339,8 @@ def _one_at_a_time(
                     _say_round(index, task)
                     contender.measure(text.window(1 + WARMUP + index))
                 if share == PASSES - 1 and _is_ours(contender):
-                    yardstick = make_yardstick()
-                    contender.measure_parts(text, yardstick)
+                    contender.measure_parts(text)
             contender.destroy()
-    return yardstick or make_yardstick()
 
 
 def _say_round(index: int, task: Task) -> None:

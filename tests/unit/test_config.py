@@ -34,7 +34,6 @@ DEFAULTS = {
     "momentum_dtype": "float32",
     "muon_params": (),
     "adamw_params": (),
-    "param_order": "model",
     "nan_guard": "off",
     "grad_norm_skip_threshold": None,
     "clip_norm_scope": "adamw",
@@ -288,6 +287,7 @@ def test_an_unknown_key_without_a_near_match_lists_all_keys():
     ("key", "hint"),
     [
         ("per_head_muon", "not available"),
+        ("param_order", "is gone"),
         ("max_grad_norm", "gradient_clipping"),
         ("adam_w_mode", "always decoupled AdamW"),
         ("torch_adam", "remove the key"),

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ds_muon import cli
 from ds_muon.owners import RATES, Rates
-from ds_muon.param_order import default_settings
 from ds_muon.partition import Plan, flat_layout, make_plan
-from ds_muon.planner import MODELS, gpt, llama, step_cost, table
+from ds_muon.planner import MODELS, default_settings, gpt, llama, step_cost, step_memory, table
+from tests.unit.models import PrescribedGradients, ds_config, start, train_step
+from tests.unit.ranks import run_ranks
 
 SETTINGS = default_settings()
 
@@ -230,32 +237,84 @@ def test_what_could_not_be_written_is_told_at_the_end(capsys: pytest.CaptureFixt
     assert "gpt-124m: " in out and "numbers: numbers.json could not be written: [Errno 28]" in error
 
 
-def test_an_order_with_fewer_cuts_counts_for_all_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "plan.json"
-    rows = []
-    for order in ("model", "fastest"):
-        arguments = ["plan", "gpt-1.2b", "--world-size", "8", "48", "--param-order", order, "--json", str(path)]
-        assert cli.main(arguments) == 0
-        assert f"param_order {order}" in capsys.readouterr().out
-        rows.append(json.loads(path.read_text())["gpt-1.2b"])
-    model, fewest = rows
-    assert [row["param_order"] for row in model + fewest] == ["model"] * 2 + ["fastest"] * 2
-    assert {**model[0], "param_order": "fastest"} == fewest[0]
-    assert (model[1]["straddling"], fewest[1]["straddling"], fewest[1]["moved_bytes_by_holders"]) == (24, 0, 0)
-    assert fewest[1]["runs_each_holder"] == fewest[1]["matrices"] < model[1]["runs_each_holder"]
-    assert fewest[1]["seconds"] < 0.7 * model[1]["seconds"]
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
         ["no-model"],
         ["gpt-124m", "--world-size", "0"],
         ["gpt-124m", "--tflops", "-1"],
-        ["gpt-124m", "--param-order", "fewest"],
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["plan", *arguments])
     assert "error: argument" in capsys.readouterr().err
+
+
+# ---- memory, beside engines -----------------------------------------------------------------------------------------
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of all storages that operations make in this context, while they live; ``peak`` is the most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = self._now = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._known |= {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
+        result = function(*args, **(kwargs or {}))
+        for tensor in tensors_in(result):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._known:
+                self._known.add(storage._cdata)
+                weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+                self._now += storage.nbytes()
+        self.peak = max(self.peak, self._now)
+        return result
+
+    def _forget(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self._now -= nbytes
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def memory_of_a_step(params: dict[str, Any]) -> tuple[int, int, int]:
+    """What a rank allocates in the updates of its only Muon group, and the bounds: for what travels, and in all."""
+    engine = start(PrescribedGradients(STRADDLING), ds_config(params))
+    zero, rank = engine.optimizer, torch.distributed.get_rank()
+    (group,) = zero.muon_groups
+    begin, finish, counted = group.begin, group.finish, Allocations()
+
+    def begin_counting(*args: Any) -> None:
+        counted.__enter__()
+        begin(*args)
+
+    def finish_counting() -> None:
+        finish()
+        counted.__exit__(None, None, None)
+
+    with mock.patch.object(group, "begin", begin_counting), mock.patch.object(group, "finish", finish_counting):
+        train_step(engine, [torch.ones(shape) for shape in STRADDLING])
+    exchange, both = step_memory(zero.plan.groups[0], zero.newton_schulz, normuon=params.get("variant") == "normuon")
+    engine.destroy()
+    return counted.peak, exchange[rank], both[rank]
+
+
+STRADDLING = [(24, 24), (16, 40), (40, 16), (24, 24), (16, 16), (64, 48), (16, 40), (24, 24)]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("world_size", "variant"), [(2, "muon"), (4, "muon"), (2, "normuon")])
+def test_a_step_allocates_no_more_than_the_plan_says(world_size: int, variant: str) -> None:
+    ranks = run_ranks(world_size, memory_of_a_step, {"variant": variant})
+    # NorMuon's moments and norms of the rows, in fp32 and fp64.
+    slack = 64 * sum(rows for rows, _ in STRADDLING) if variant == "normuon" else 0
+    assert any(exchange for _, exchange, _ in ranks)
+    for peak, exchange, both in ranks:
+        assert exchange <= both and peak <= both + slack
+        assert peak > both / 8

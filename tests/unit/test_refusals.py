@@ -146,11 +146,6 @@ CONFIGS: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["sequence_parallel_size = 2", "parallel_state_sp"],
     ),
     "elastic checkpoint": ({"zero": {"elastic_checkpoint": True}}, ["elastic_checkpoint = true", "set it to false"]),
-    "two orders": (
-        {"params": {"param_order": "fastest"}, "zero": {"round_robin_gradients": True}},
-        ["zero_optimization.round_robin_gradients = true", "set it to false", 'param_order to "model"'],
-    ),
-    "unknown order": ({"params": {"param_order": "fewest"}}, ['param_order = "fewest"', '"model" or "fastest"']),
     "deepcompile": ({"compile": {"deepcompile": True}}, ["compile.deepcompile = true", "set it to false"]),
     "unknown key": ({"params": {"ns_step": 3}}, ["ns_step", "ns_steps"]),
     "auto": ({"params": {"lr": "auto"}}, ['lr = "auto"']),
