@@ -8,7 +8,7 @@ import math
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from ds_muon.orthogonalize import BACKENDS
 from ds_muon.owners import RATES, Rates
 from ds_muon.replay import replay
 from ds_muon.say import tell
+from ds_muon.text import json_text
 from ds_muon.verify import table
 from ds_muon.verify.engine_view import CannotVerify
 from ds_muon.verify.inject import FAULTS
@@ -108,7 +109,7 @@ def add_verify_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=_positive, default=3, metavar="K", help="optimizer steps to check (default: 3)")
     parser.add_argument("--model", metavar="MODULE:FACTORY", help="your model and batches; see below (default: a GPT)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
-    parser.add_argument("--report", type=Path, metavar="DIR", help="write a picture and a page there")
+    parser.add_argument("--report", type=Path, metavar="DIR", help="write the picture (PNG, SVG) and a page there")
     parser.add_argument(
         "--inject",
         choices=[*FAULTS, ALL_FAULTS],
@@ -364,8 +365,7 @@ def _plan(options: argparse.Namespace) -> int:
         tell(f"{planner.table(costs[model])}\n")
     kept = []
     if options.json is not None:
-        numbers = {model: [asdict(cost) for cost in of_model] for model, of_model in costs.items()}
-        text = json.dumps(numbers, indent=1) + "\n"
+        text = json_text(costs, indent=1) + "\n"
         kept.append(keep("numbers", options.json, lambda: write_text(options.json, text)))
     if options.chart is not None:
         kept.append(keep("chart", options.chart, lambda: draw_costs(options.chart, costs, options.tflops)))

@@ -64,7 +64,7 @@ class DSMuonConfigError(ValueError):
 
 
 class DSMuonConfig(BaseModel):
-    """All keys of ``optimizer.params``; see the README for their meaning.
+    """All keys of ``optimizer.params``; see docs/options.md for their meaning.
 
     A description completes the sentence "set ..." of an error message.
     """
@@ -101,6 +101,7 @@ class DSMuonConfig(BaseModel):
     momentum_dtype: Literal["float32", "bfloat16"] = Field("float32", description='"float32" or "bfloat16"')
     muon_params: tuple[Pattern, ...] = Field((), description=_PATTERNS)
     adamw_params: tuple[Pattern, ...] = Field((), description=_PATTERNS)
+    no_decay_params: tuple[Pattern, ...] = Field((), description=_PATTERNS)
     nan_guard: Literal["off", "skip", "raise"] = Field("off", description='"off", "skip" or "raise"')
     grad_norm_skip_threshold: float | None = Field(None, gt=0, description="a number > 0, or null")
     clip_norm_scope: Literal["adamw", "all"] = Field("adamw", description='"adamw" or "all"')
@@ -165,7 +166,7 @@ class DSMuonConfig(BaseModel):
             f'set "adam_lr", such as 3e-4, or keep Muon\'s rate in "muon_lr": {self.resolved_muon_lr:g} and lower "lr"'
         ]
 
-    @field_validator("betas", "muon_params", "adamw_params", mode="before")
+    @field_validator("betas", "muon_params", "adamw_params", "no_decay_params", mode="before")
     @classmethod
     def _list_to_tuple(cls, value: Any, info: ValidationInfo) -> Any:
         if isinstance(value, str) and info.field_name != "betas":

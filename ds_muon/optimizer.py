@@ -135,7 +135,11 @@ class DSMuon(Optimizer):
         if error := self.state_error(state_dict):
             raise error
         linked = {p: dict(self.state[p]) for group in self.param_groups for p in group["params"]}
+        # Where the groups come from is this run's, not that of the checkpoint.
+        origins = [{key: group[key] for key in ("name", "user_group")} for group in self.param_groups]
         super().load_state_dict(state_dict)
+        for group, origin in zip(self.param_groups, origins, strict=True):
+            group.update(origin)
         for p, tensors in linked.items():
             for key, tensor in tensors.items():
                 tensor.copy_(self.state[p][key])

@@ -1,4 +1,4 @@
-"""The optimizer's param groups: the user's own, each split by half, Muon's first."""
+"""The optimizer's param groups: the user's own, each split by half and by weight decay or none, Muon's first."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ds_muon.config import DSMuonConfig
-from ds_muon.routing import Half, Routing, RoutingError
+from ds_muon.routing import Half, Routing, RoutingError, check_matches, first_match
 
 # What a param group may set for itself; the other keys of the config hold for the whole optimizer.
 GROUP_KEYS = ("lr", "weight_decay", "momentum", "nesterov", "betas", "eps")
@@ -31,21 +31,25 @@ def split_param_groups(
         config: the values of each half.
 
     Returns:
-        New dicts with "params", "use_muon", "name", "lr", "weight_decay", and "momentum" and "nesterov" (Muon) or
-        "betas" and "eps" (AdamW). None is empty; frozen and empty tensors are left out.
+        New dicts with "params", "use_muon", "name", "user_group" (the index of the group that it is a part of), "lr",
+        "weight_decay", and "momentum" and "nesterov" (Muon) or "betas" and "eps" (AdamW). None is empty; frozen and
+        empty tensors are left out. What ``no_decay_params`` matches is in groups of its own, without weight decay.
 
     Raises:
-        RoutingError: tensors given twice or not in the model, malformed or contradictory groups, no Muon matrix left.
+        RoutingError: tensors given twice or not in the model, malformed or contradictory groups, no Muon matrix left,
+            a pattern of ``no_decay_params`` without a match.
         DSMuonConfigError: a group's own value is out of range.
     """
+    check_matches("no_decay_params", config.no_decay_params, [name for r in routing.routes for name in r.names])
     decided = {route.name: route.half for route in routing.routes}
+    undecayed = {route.name for route in routing.routes if first_match(route.names, config.no_decay_params)}
     known = {id(param): name for name, param in model.named_parameters()}
     groups = _collect(model_parameters)
     defaults = _defaults(config)
     split: dict[Half, list[dict[str, Any]]] = {half: [] for half in defaults}
     seen: set[int] = set()
     for index, (group, group_name) in enumerate(zip(groups, _group_names(groups), strict=True)):
-        halves: dict[Half, list[Tensor]] = {"muon": [], "adamw": [], "none": []}
+        pieces: dict[tuple[Half, bool], list[Tensor]] = {}
         for param in group["params"]:
             name = _known_name(param, index, known)
             if id(param) in seen:
@@ -57,14 +61,16 @@ def split_param_groups(
                     f"param group {index} has use_muon = {group['use_muon']!r}, but {name} goes to {half}; drop the "
                     f'key, or name the tensor in optimizer.params "muon_params" or "adamw_params"'
                 )
-            halves[half].append(param)
+            pieces.setdefault((half, name not in undecayed), []).append(param)
         own, carried = _own_settings(group, index)
         for half, default in defaults.items():
-            if halves[half]:
-                name = f"{group_name}-{half}" if group_name else half
-                own_of_half = {key: own[key] for key in default if key in own}
-                group_of_half = {"params": halves[half], "use_muon": half == "muon", "name": name}
-                split[half].append({**group_of_half, **default, **own_of_half, **carried})
+            own_of_half = {key: own[key] for key in default if key in own}
+            for decays in (True, False):
+                if params := pieces.get((half, decays)):
+                    name = "-".join(filter(None, (group_name, half, "" if decays else "no_decay")))
+                    piece = {"params": params, "use_muon": half == "muon", "name": name, "user_group": index}
+                    undecay = {} if decays else {"weight_decay": 0.0}
+                    split[half].append({**piece, **default, **own_of_half, **undecay, **carried})
     if not split["muon"]:
         raise RoutingError(
             "the parameters given to deepspeed.initialize hold no trainable matrix for Muon; use AdamW, or pass some "
@@ -137,7 +143,8 @@ def _known_name(param: Any, index: int, known: Mapping[int, str]) -> str:
 def _own_settings(group: Mapping[str, Any], index: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a group sets for itself, checked like the config; and the keys that DSMuon does not know."""
     own = {key: value for key, value in group.items() if key in GROUP_KEYS}
-    carried = {key: value for key, value in group.items() if key not in (*GROUP_KEYS, "params", "name", "use_muon")}
+    made_here = ("params", "name", "use_muon", "user_group")
+    carried = {key: value for key, value in group.items() if key not in (*GROUP_KEYS, *made_here)}
     if fixed := [key for key in carried if key in DSMuonConfig.model_fields]:
         raise RoutingError(
             f"param group {index} has {fixed[0]} = {carried[fixed[0]]!r}, which holds for all groups; "

@@ -35,6 +35,7 @@ from ds_muon.exchange import element_bytes
 from ds_muon.orthogonalize import BACKENDS, WORKSPACE_BYTES, NewtonSchulz, newton_schulz
 from ds_muon.owners import RATES, Rates
 from ds_muon.partition import GroupPlan, flat_layout, make_plan
+from ds_muon.text import columns
 
 FREE = Rates(bytes_per_second=math.inf, exchange_seconds=0.0, least_gain=0.0)
 """As if moving cost nothing: ranks are as even as the matrices allow."""
@@ -247,28 +248,21 @@ def step_memory(plan: GroupPlan, settings: NewtonSchulz, *, normuon: bool = Fals
 
 def table(costs: Sequence[StepCost]) -> str:
     """Two blocks with one line per world size: what travels and how long a step takes; work and memory of the ranks."""
-    lines = [
-        f"{'exchanged, MB:':>41}{'step, model, ms:':>29}{'runs:':>15}{'work of each':>28}",
-        f"{'ranks':>6}{'straddling':>12}{'moved':>7}{'by all':>16}{'busiest':>9}"
-        f"{'ours':>17}{'by holders':>12}{'ours':>14}{'each holder':>13}{'holder, over ours':>19}",
+    moves: list[tuple[str, ...]] = [
+        ("", "", "", "exchanged, MB:", "", "step, model, ms:", "", "runs:", "", "work of each holder,"),
+        ("ranks", "straddling", "moved", "by all", "busiest", "ours", "by holders", "ours", "each holder", "over ours"),
+    ]
+    loads: list[tuple[str, ...]] = [
+        ("", "TFLOP of a rank:", "", "", "most over mean:", "", "", "MB in a step:", "", "saved between"),
+        ("ranks", "least", "mean", "most", "ours", "if free", "by holders", "exchange", "and a batch", "steps"),
     ]
     for cost in costs:
-        lines.append(
-            f"{cost.world_size:>6}{cost.straddling:>12}{cost.moved:>7}{cost.moved_bytes / 1e6:>16.0f}"
-            f"{cost.busiest_bytes / 1e6:>9.1f}{1e3 * cost.seconds:>17.2f}{1e3 * cost.seconds_by_holders:>12.2f}"
-            f"{cost.runs:>14}{cost.runs_each_holder:>13}{cost.over_ours:>19.2f}"
-        )
-    lines += [
-        f"\n{'work of a rank, TFLOP:':>30}{'most over the mean:':>30}"
-        f"{'memory, MB, in a step:':>33}{'saved between':>20}",
-        f"{'ranks':>6}{'least':>10}{'mean':>9}{'most':>9}{'ours':>10}{'if free':>9}{'by holders':>12}"
-        f"{'exchange':>15}{'and a batch':>13}{'steps':>20}",
-    ]
-    for cost in costs:
-        least, mean, most = (1e-12 * load for load in (min(cost.loads), cost.flops / cost.world_size, max(cost.loads)))
-        lines.append(
-            f"{cost.world_size:>6}{least:>10.3f}{mean:>9.3f}{most:>9.3f}"
-            f"{cost.balance:>10.2f}{cost.balance_if_free:>9.2f}{cost.balance_by_holders:>12.2f}"
-            f"{cost.exchange_memory / 1e6:>15.0f}{cost.step_memory / 1e6:>13.0f}{cost.saved_memory / 1e6:>20.1f}"
-        )
-    return "\n".join(lines)
+        exchanged = f"{cost.moved_bytes / 1e6:.0f}", f"{cost.busiest_bytes / 1e6:.1f}"
+        ms = f"{1e3 * cost.seconds:.2f}", f"{1e3 * cost.seconds_by_holders:.2f}"
+        runs = str(cost.runs), str(cost.runs_each_holder), f"{cost.over_ours:.2f}"
+        moves.append((str(cost.world_size), str(cost.straddling), str(cost.moved), *exchanged, *ms, *runs))
+        work = (f"{1e-12 * flops:.3f}" for flops in (min(cost.loads), cost.flops / cost.world_size, max(cost.loads)))
+        balance = (f"{ratio:.2f}" for ratio in (cost.balance, cost.balance_if_free, cost.balance_by_holders))
+        memory = f"{cost.exchange_memory / 1e6:.0f}", f"{cost.step_memory / 1e6:.0f}", f"{cost.saved_memory / 1e6:.1f}"
+        loads.append((str(cost.world_size), *work, *balance, *memory))
+    return "\n".join([*columns(moves, 10 * "> "), "", *columns(loads, 10 * "> ")])

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
-from deepspeed.utils import log_dist
 from torch import nn
 
 from ds_muon.config import ADAM_LR_WARNING, DSMuonConfig
@@ -29,7 +28,7 @@ from ds_muon.optimizer import DSMuon
 from ds_muon.param_groups import GROUP_KEYS, split_param_groups
 from ds_muon.refusals import SUPPORTED_DEEPSPEED, DSMuonRefusal, config_refusals, model_refusals
 from ds_muon.routing import Routing, route
-from ds_muon.say import log
+from ds_muon.say import log, say
 from ds_muon.zero import MuonZeroOptimizer
 
 OPTIMIZER_TYPE = "DSMuon"
@@ -194,13 +193,26 @@ def _configure_basic_optimizer(original: Callable[..., Any], engine: Any, model_
         _facts(engine, groups),
         "pass the same model_parameters, in the same order and with the same settings, and the same DeepSpeed config",
     )
-    for line in routing.summary():
-        log_dist(f"[ds_muon] {line}", ranks=[0])
+    names = {id(p): name for name, p in engine.module.named_parameters()}
+    routing = routing.given({names[id(p)] for group in groups for p in group["params"]})
+    _show(routing)
     high = any(group["lr"] > ADAM_LR_WARNING for group in groups if not group["use_muon"])
     if dist.get_rank() == 0 and high:
         for line in config.warnings():
             log(line)
     return DSMuon(groups, config, routing)
+
+
+def _show(routing: Routing) -> None:
+    """A line for each half, whatever the log level, and what is likely not meant. On rank 0."""
+    muon, adamw, *others = routing.summary()
+    say(muon)
+    say(adamw)
+    if dist.get_rank() == 0:
+        for line in others:
+            log(line, logging.INFO)
+        for line in routing.warnings():
+            log(line)
 
 
 def _do_optimizer_sanity_check(original: Callable[..., Any], engine: Any, basic_optimizer: Any) -> Any:
@@ -267,7 +279,7 @@ def _prepare(engine: Any, model: nn.Module) -> _Prepared:
 def _facts(engine: Any, groups: list[dict[str, Any]]) -> bytes:
     """SHA-256 of all that decides the layout and the step beside the routing: the groups and the ZeRO settings."""
     names = {id(p): name for name, p in engine.module.named_parameters()}
-    keys = (*GROUP_KEYS, "use_muon", "name")
+    keys = (*GROUP_KEYS, "use_muon", "name", "user_group")
     facts = [([names[id(p)] for p in g["params"]], [repr((key, g.get(key))) for key in keys]) for g in groups]
     settings = [engine.gradient_clipping(), engine._config.zero_config.model_dump_json(), repr(engine.get_data_types())]
     return hashlib.sha256(json.dumps([facts, settings]).encode()).digest()

@@ -15,6 +15,7 @@ from ds_muon.capture import Capture, CaptureError, read_capture
 from ds_muon.orthogonalize import BACKENDS, NewtonSchulz, batches, orthogonalize, reference_newton_schulz
 from ds_muon.orthogonalize.backends import problem
 from ds_muon.say import printable, tell
+from ds_muon.text import columns
 from ds_muon.verify.tolerances import AGAINST_FP64
 
 # Of what rounding the input to the iteration's dtype alone changes, the iteration may change so many times as much: it
@@ -22,6 +23,7 @@ from ds_muon.verify.tolerances import AGAINST_FP64
 _ROUNDINGS = 16
 
 _HEADER = ("backend", "dtype", "form", "result", "error", "allowed", "orthogonality", "first bad iteration")
+_COLUMNS = "<8 <8 <8 <10 <8 <8 <13 <"  # wide enough for any cell: each line is shown as it comes
 
 
 @dataclass(frozen=True)
@@ -226,11 +228,11 @@ def _replay_one(path: Path, capture: Capture, device: torch.device) -> int:
         return AT_FAULT
     own = orthogonality_error(reference)
     tell(f"  replayed on {device.type}; the fp64 reference's own orthogonality error is {own:.2g}\n")
-    tell("  " + _line(_HEADER))
+    tell("  " + columns([_HEADER], _COLUMNS)[0])
     results = []
     for attempt in attempts(capture, device):  # large matrices take their time: each line as it comes
         results.append(attempt)
-        tell("  " + _line(_cells(attempt)))
+        tell("  " + columns([_cells(attempt)], _COLUMNS)[0])
     tell(f"\n  {verdict(results)}\n")
     if not all(attempt.ok or attempt.cannot_run for attempt in results):
         return AT_FAULT
@@ -243,11 +245,6 @@ def _cells(attempt: Attempt) -> tuple[str, ...]:
         return (name, attempt.dtype, attempt.form, attempt.result)
     numbers = (f"{attempt.error:.1e}", f"{attempt.allowed:.1e}", f"{attempt.orthogonality:.2g}")
     return (name, attempt.dtype, attempt.form, attempt.result, *numbers, str(attempt.first_bad or "-"))
-
-
-def _line(cells: tuple[str, ...]) -> str:
-    widths = (10, 10, 10, 12, 10, 10, 15, 0)
-    return "".join(f"{cell:<{width}}" for cell, width in zip(cells, widths)).rstrip()  # noqa: B905  short lines end early
 
 
 def verdict(results: list[Attempt]) -> str:

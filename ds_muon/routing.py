@@ -1,62 +1,65 @@
-"""Which half of the optimizer each parameter tensor goes to, and why.
-
-A tensor is judged by all its names and by the modules that own them, so a tied weight gets the same answer whichever
-name was registered first. The type of the owning module comes first, whole segments of the path second; a part of a
-segment never counts.
-"""
+"""Which half of the optimizer each parameter tensor goes to, and why: globs, then tags, then ``roles``."""
 
 from __future__ import annotations
 
 import difflib
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal, TypeAlias
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
+from ds_muon.roles import (
+    EMBEDDINGS,
+    FLAT_STACK,
+    STACK,
+    TENSOR_3D,
+    NamedTensor,
+    adamw_reason,
+    is_raw,
+    named_tensors,
+    output_heads,
+)
 from ds_muon.say import printable
+from ds_muon.text import columns
 
 Half: TypeAlias = Literal["muon", "adamw", "none"]
 
-EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-# Their weights scale element by element, also where normalized_shape makes them two-dimensional.
-NORMS = (nn.LayerNorm, nn.RMSNorm)
+# Less of the elements in matrices and stacks than this goes to Muon: the model trains mostly in AdamW.
+LEAST_SHARE = 0.5
 
-# A module with one of these names is an output head; anywhere else in a path they count like HEAD_WORDS.
-HEAD_NAMES = frozenset({"lm_head", "embed_out", "unembed", "unembedding", "output_embeddings"})
-# These name other things too: part of a head only if the matrix maps onto the vocabulary.
-HEAD_WORDS = HEAD_NAMES | {
-    *("classifier_head", "decoder", "generator", "head", "logits", "mlm_head", "output", "output_head", "output_layer"),
-    *("output_projection", "predictions", "to_logits"),
-}
-POSITION_WORDS = frozenset(
-    {
-        *("abs_pos_emb", "embed_positions", "pos_emb", "pos_embed", "pos_embedding", "pos_embeddings", "pos_encoding"),
-        *("position_embedding", "position_embeddings", "position_encoding", "position_table", "positional_embedding"),
-        *("positional_embeddings", "positional_encoding", "w_pos", "wpe"),
-    }
+_TAG_TRUE, _TAG_FALSE = "use_muon = True", "use_muon = False"
+# What deepspeed.initialize leaves on every parameter beside use_muon, where the optimizer's type is its own Muon.
+_DEEPSPEEDS_MARK = "muon_num_heads"
+_CLEAR_TAGS = (
+    "DeepSpeed's Muon is given all of two or more dimensions by such tags: to clear what is left of them, run "
+    '"for p in model.parameters(): p.use_muon = None" before deepspeed.initialize'
 )
-EMBEDDING_WORDS = frozenset(
-    {
-        *("emb", "embed", "embed_in", "embed_tokens", "embedding", "embedding_table", "embeddings", "input_embeddings"),
-        *("tok_emb", "tok_embed", "tok_embedding", "tok_embeddings", "token_emb", "token_embed", "token_embedding"),
-        *("token_embeddings", "w_e", "word_embed", "word_embedding", "word_embeddings", "wte"),
-    }
+_ON_STACKS = (
+    'No stack of matrices can go to Muon in this version: choose "adam_lr", the rate of most of this model, with care, '
+    "or use AdamW"
 )
+_ON_TAGS = 'Clear the use_muon tags, or name the tensors in "muon_params"'
+_NOT_GIVEN = "not given to deepspeed.initialize"
 
 
 class RoutingError(ValueError):
     """A parameter, pattern or param group that cannot be routed as asked."""
 
+    def __init__(self, text: str) -> None:
+        super().__init__(printable(text))  # it names parameters
+
 
 @dataclass(frozen=True)
 class Route:
-    """One tensor: its first name, all its names, and the decision. Half "none" is not trained."""
+    """One tensor: its first name, all its names, and the decision. Half "none" is not trained.
+
+    ``overruled`` is what the rules say, where a glob or a tag decides otherwise.
+    """
 
     name: str
     names: tuple[str, ...]
@@ -64,6 +67,14 @@ class Route:
     numel: int
     half: Half
     reason: str
+    overruled: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.shown_shape}, {self.overruled or self.reason})"
+
+    @property
+    def shown_shape(self) -> str:
+        return " x ".join(map(str, self.shape)) or "scalar"
 
 
 @dataclass(frozen=True)
@@ -75,25 +86,52 @@ class Routing:
     def of_half(self, half: Half) -> list[Route]:
         return [route for route in self.routes if route.half == half]
 
+    def given(self, names: Collection[str]) -> Routing:
+        """The same with no other tensors trained than those of these first names."""
+        return Routing(
+            tuple(
+                route if route.half == "none" or route.name in names else replace(route, half="none", reason=_NOT_GIVEN)
+                for route in self.routes
+            )
+        )
+
     def table(self) -> str:
         """One aligned line per tensor: name (and a second one, if tied), shape, half, reason."""
         rows = [("name", "shape", "half", "reason")]
         for route in self.routes:
             name = " = ".join(route.names[:2]) + (" = ..." if len(route.names) > 2 else "")
-            rows.append((printable(name), " x ".join(map(str, route.shape)) or "scalar", route.half, route.reason))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-        return "\n".join(line.rstrip() for line in lines)
+            rows.append((printable(name), route.shown_shape, route.half, route.reason))
+        return "\n".join(columns(rows, "< < < <"))
 
     def summary(self) -> list[str]:
-        """One line per half with counts; a third one if some tensors are not trained."""
+        """One line per half with counts and its share of what is trained; a third one if some tensors are not."""
+        muon, adamw = self.of_half("muon"), self.of_half("adamw")
+        trained = _elements(muon) + _elements(adamw)
         lines = [
-            f"Muon: {_count(self.of_half('muon'), 'matrix', 'matrices')}",
-            f"AdamW: {_count(self.of_half('adamw'), 'tensor', 'tensors')}",
+            f"Muon: {_count(muon, 'matrix', 'matrices')} ({_percent(_elements(muon), trained)})",
+            f"AdamW: {_count(adamw, 'tensor', 'tensors')} ({_percent(_elements(adamw), trained)})",
         ]
         if idle := self.of_half("none"):
             some = ", ".join(f"{printable(route.name)} ({route.reason})" for route in idle[:3])
             lines.append(f"Not trained: {_count(idle, 'tensor', 'tensors')}: {some}{', ...' if len(idle) > 3 else ''}")
+        return lines
+
+    def warnings(self) -> list[str]:
+        """What is likely not meant: a model that Muon hardly trains, and tags that send it what is no matrix."""
+        lines = []
+        muon, left = _elements(self.of_half("muon")), [route for route in self.routes if _is_left_to_adamw(route)]
+        if left and muon < LEAST_SHARE * (muon + _elements(left)):
+            stacks = [route for route in left if route.reason != _TAG_FALSE]
+            remedies = [_ON_STACKS] * bool(stacks) + [_ON_TAGS] * (stacks != left)
+            lines.append(
+                f"only {_percent(muon, muon + _elements(left))} of the elements in matrices and stacks of matrices go "
+                f"to Muon. AdamW has the other {_elements(left):,}, such as {_some(left)}. {'. '.join(remedies)}"
+            )
+        if odd := [route for route in self.of_half("muon") if route.reason == _TAG_TRUE and route.overruled]:
+            lines.append(
+                f"use_muon = True sends {_count(odd, 'tensor', 'tensors')} to Muon that AdamW would have, such as "
+                f"{_some(odd)}. {_CLEAR_TAGS}"
+            )
         return lines
 
     def digest(self, extra: str = "") -> bytes:
@@ -102,8 +140,27 @@ class Routing:
         return hashlib.sha256(json.dumps([facts, extra]).encode()).digest()
 
 
+def _elements(routes: Sequence[Route]) -> int:
+    return sum(route.numel for route in routes)
+
+
 def _count(routes: Sequence[Route], one: str, many: str) -> str:
-    return f"{len(routes)} {one if len(routes) == 1 else many}, {sum(route.numel for route in routes):,} elements"
+    return f"{len(routes)} {one if len(routes) == 1 else many}, {_elements(routes):,} elements"
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole if whole else 0:.1f} %"
+
+
+def _some(routes: Sequence[Route]) -> str:
+    return ", ".join(map(str, routes[:3])) + (", ..." if len(routes) > 3 else "")
+
+
+def _is_left_to_adamw(route: Route) -> bool:
+    """Whether AdamW has a matrix, or a stack of them, for which nobody has asked in the config."""
+    if route.reason == _TAG_FALSE:
+        return bool(route.overruled)
+    return route.half == "adamw" and route.reason in (STACK, FLAT_STACK, TENSOR_3D)
 
 
 def route(model: nn.Module, *, muon_params: Sequence[str] = (), adamw_params: Sequence[str] = ()) -> Routing:
@@ -115,18 +172,29 @@ def route(model: nn.Module, *, muon_params: Sequence[str] = (), adamw_params: Se
 
     Raises:
         RoutingError: a pattern without a match, two patterns that contradict each other, a tensor that Muon cannot
-            take but a pattern or tag sends there, or no matrix for Muon at all.
+            take but a pattern or tag sends there, tags that DeepSpeed's own Muon has left, or no matrix for Muon.
     """
-    tensors = _tensors(model)
-    for key, patterns in (("muon_params", muon_params), ("adamw_params", adamw_params)):
-        _check_matches(key, patterns, tensors)
-    heads = _Heads.of(model, tensors)
-    routes = []
+    tensors = named_tensors(model)
     for tensor in tensors:
-        half, reason = _decide(tensor, heads, muon_params, adamw_params)
-        param = tensor.param
-        routes.append(Route(tensor.name, tensor.names, tuple(param.shape), param.numel(), half, reason))
-    routing = Routing(tuple(routes))
+        if is_lazy(tensor.param):
+            raise RoutingError(f"{tensor.name} has no shape yet; run the model once before deepspeed.initialize")
+    names = [name for tensor in tensors for name in tensor.names]
+    for key, patterns in (("muon_params", muon_params), ("adamw_params", adamw_params)):
+        check_matches(key, patterns, names)
+    heads = output_heads(model, tensors)
+    routing = Routing(tuple(_decide(tensor, heads, muon_params, adamw_params) for tensor in tensors))
+    if left := [
+        route
+        for route, tensor in zip(routing.routes, tensors, strict=True)
+        if route.overruled and route.reason in (_TAG_TRUE, _TAG_FALSE) and hasattr(tensor.param, _DEEPSPEEDS_MARK)
+    ]:
+        raise RoutingError(
+            f"DeepSpeed's Muon has left use_muon tags, by dimensions and names alone, and {len(left)} of them are "
+            f"wrong, such as use_muon = {left[0].reason == _TAG_TRUE} on {left[0]}. {_CLEAR_TAGS}"
+        )
+    for found, tensor in zip(routing.routes, tensors, strict=True):
+        if found.half == "muon":
+            _check_orthogonalizable(found, tensor)
     if not routing.of_half("muon"):
         raise RoutingError(
             "the model has no trainable matrix for Muon "
@@ -135,49 +203,8 @@ def route(model: nn.Module, *, muon_params: Sequence[str] = (), adamw_params: Se
     return routing
 
 
-@dataclass(frozen=True)
-class _Tensor:
-    """A parameter with every (name, owning module) under which the model holds it."""
-
-    param: nn.Parameter
-    names: tuple[str, ...]
-    owners: tuple[nn.Module, ...]
-
-    @property
-    def name(self) -> str:
-        return self.names[0]
-
-    def owned_by(self, types: tuple[type[nn.Module], ...]) -> bool:
-        return any(isinstance(owner, types) for owner in self.owners)
-
-    def places(self) -> Iterable[tuple[list[str], nn.Module]]:
-        """Path segments of the owning module plus the parameter's own, with the owner."""
-        for name, owner in zip(self.names, self.owners, strict=True):
-            yield [*_owner_path(name).lower().split("."), name.lower().rpartition(".")[2]], owner
-
-
-def _owner_path(name: str) -> str:
-    # torch.nn.utils.parametrize moves a weight to MODULE.parametrizations.weight.original; MODULE still is its owner.
-    return name.rpartition(".")[0].partition(".parametrizations.")[0]
-
-
-def _tensors(model: nn.Module) -> list[_Tensor]:
-    modules = dict(model.named_modules(remove_duplicate=False))
-    names: dict[int, list[str]] = {}
-    params: dict[int, nn.Parameter] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if is_lazy(param):
-            raise RoutingError(f"{name} has no shape yet; run the model once before deepspeed.initialize")
-        names.setdefault(id(param), []).append(name)
-        params[id(param)] = param
-    return [
-        _Tensor(params[key], tuple(names[key]), tuple(modules[_owner_path(name)] for name in names[key]))
-        for key in names
-    ]
-
-
-def _check_matches(key: str, patterns: Sequence[str], tensors: list[_Tensor]) -> None:
-    names = [name for tensor in tensors for name in tensor.names]
+def check_matches(key: str, patterns: Sequence[str], names: Sequence[str]) -> None:
+    """Raise a ``RoutingError`` for a pattern of ``optimizer.params.KEY`` that matches none of the names."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             near = difflib.get_close_matches(pattern.replace("*", ""), names, n=3, cutoff=0.4) or names[:3]
@@ -186,18 +213,27 @@ def _check_matches(key: str, patterns: Sequence[str], tensors: list[_Tensor]) ->
             )
 
 
+def first_match(names: Sequence[str], patterns: Sequence[str]) -> str | None:
+    """The first pattern that matches one of a tensor's names."""
+    return next((pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)), None)
+
+
 def _decide(
-    tensor: _Tensor, heads: _Heads, muon_params: Sequence[str], adamw_params: Sequence[str]
-) -> tuple[Half, str]:
+    tensor: NamedTensor, heads: frozenset[int], muon_params: Sequence[str], adamw_params: Sequence[str]
+) -> Route:
     param = tensor.param
+
+    def decided(half: Half, reason: str, overruled: str = "") -> Route:
+        return Route(tensor.name, tensor.names, tuple(param.shape), param.numel(), half, reason, overruled)
+
     if not param.requires_grad:
-        return "none", "frozen"
+        return decided("none", "frozen")
     if param.numel() == 0:
-        return "none", "empty"
+        return decided("none", "empty")
     if not param.is_floating_point():
         raise RoutingError(f"{tensor.name} is {param.dtype}; ZeRO's flat fp32 weights cannot hold it: use real weights")
 
-    to_muon, to_adamw = _first_match(tensor, muon_params), _first_match(tensor, adamw_params)
+    to_muon, to_adamw = first_match(tensor.names, muon_params), first_match(tensor.names, adamw_params)
     if to_muon and to_adamw:
         raise RoutingError(
             f"{tensor.name} matches both muon_params {to_muon!r} and adamw_params {to_adamw!r}; narrow one of them"
@@ -205,111 +241,30 @@ def _decide(
     tag = getattr(param, "use_muon", None)
     if tag is not None and not isinstance(tag, bool):
         raise RoutingError(f"{tensor.name}.use_muon = {tag!r}; set True, False or None")
-    if to_muon or (tag and not to_adamw):
-        asked_by = f"muon_params {to_muon!r}" if to_muon else "use_muon = True"
-        _check_orthogonalizable(tensor, asked_by)
-        return "muon", asked_by
-    if to_adamw or tag is False:
-        return "adamw", f"adamw_params {to_adamw!r}" if to_adamw else "use_muon = False"
-
-    reason = _adamw_by_shape(tensor) or _adamw_by_type(tensor) or heads.reason(tensor) or _adamw_by_name(tensor)
-    return ("adamw", reason) if reason else ("muon", "matrix")
-
-
-def _first_match(tensor: _Tensor, patterns: Sequence[str]) -> str | None:
-    return next((p for p in patterns if any(fnmatchcase(name, p) for name in tensor.names)), None)
+    no_matrix = adamw_reason(tensor, heads)
+    by_rule: Half = "adamw" if no_matrix else "muon"
+    reason = no_matrix or ("matrix, a raw parameter" if is_raw(tensor) else "matrix")
+    if to_muon or to_adamw:
+        half: Half = "muon" if to_muon else "adamw"
+        asked_by = f"muon_params {to_muon!r}" if to_muon else f"adamw_params {to_adamw!r}"
+    elif tag is not None:
+        half, asked_by = ("muon", _TAG_TRUE) if tag else ("adamw", _TAG_FALSE)
+    else:
+        return decided(by_rule, reason)
+    return decided(half, asked_by, reason if half != by_rule else "")
 
 
-def _check_orthogonalizable(tensor: _Tensor, asked_by: str) -> None:
-    param = tensor.param
-    if param.ndim > 2:
-        why = f"{param.ndim}-D tensors are not available in this version; leave it to AdamW"
-    elif param.ndim < 2:
-        why = "Muon takes matrices only; leave it to AdamW"
-    elif min(param.shape) == 1:
-        why = "a matrix with a side of 1 has nothing to orthogonalize; leave it to AdamW"
-    elif any(isinstance(owner, EMBEDDINGS) and owner.sparse for owner in tensor.owners):
-        why = "it has sparse gradients; set sparse=False on its embedding, or leave it to AdamW"
+def _check_orthogonalizable(found: Route, tensor: NamedTensor) -> None:
+    shape = found.shape
+    if len(shape) > 2:
+        why = f"{len(shape)}-D tensors are not available in this version"
+    elif len(shape) < 2:
+        why = "Muon takes matrices only"
+    elif min(shape) == 1:
+        why = "a matrix with a side of 1 has nothing to orthogonalize"
+    elif any(isinstance(place.owner, EMBEDDINGS) and place.owner.sparse for place in tensor.places):
+        why = "it has sparse gradients; set sparse=False on its embedding"
     else:
         return
-    raise RoutingError(f"{tensor.name} of shape {tuple(param.shape)}: {asked_by} sends it to Muon, but {why}")
-
-
-def _adamw_by_shape(tensor: _Tensor) -> str | None:
-    param = tensor.param
-    if param.ndim < 2:
-        return ("scalar", "vector")[param.ndim]
-    if param.ndim > 2:
-        return "convolution" if tensor.owned_by((_ConvNd,)) else f"{param.ndim}-D tensor"
-    return "a side of 1" if min(param.shape) == 1 else None
-
-
-def _adamw_by_type(tensor: _Tensor) -> str | None:
-    if tensor.owned_by(EMBEDDINGS):
-        return "embedding" if isinstance(tensor.owners[0], EMBEDDINGS) else "tied to an embedding"
-    return "normalization" if tensor.owned_by(NORMS) else None
-
-
-def _adamw_by_name(tensor: _Tensor) -> str | None:
-    """For raw parameters and custom modules; a Linear inside ``patch_embed`` is a matrix like any other."""
-    words = {word for path, owner in tensor.places() if not isinstance(owner, nn.Linear) for word in path[-2:]}
-    if words & POSITION_WORDS:
-        return "position table"
-    if words & EMBEDDING_WORDS:
-        return "embedding by name"
-    return "output head by name" if words & HEAD_NAMES else None
-
-
-@dataclass(frozen=True)
-class _Heads:
-    """What tells an output head of this model.
-
-    Attributes:
-        declared: ids of the parameters of what ``get_output_embeddings()`` returns.
-        vocabularies: numbers of rows of its embeddings, position tables excepted.
-        widths: input widths of its Linears. A vocabulary of such a size (bytes, say) may be met by chance.
-    """
-
-    declared: frozenset[int]
-    vocabularies: frozenset[int]
-    widths: frozenset[int]
-
-    @classmethod
-    def of(cls, model: nn.Module, tensors: list[_Tensor]) -> _Heads:
-        declared = {id(param) for module in model.modules() for param in _declared_head(module)}
-        vocabularies: set[int] = set()
-        widths: set[int] = set()
-        for tensor in (tensor for tensor in tensors if tensor.param.ndim == 2):
-            rows, cols = tensor.param.shape
-            if tensor.owned_by((nn.Linear,)):
-                widths.add(cols)
-            embedding = tensor.owned_by(EMBEDDINGS) or _adamw_by_name(tensor) == "embedding by name"
-            if embedding and not any(POSITION_WORDS.intersection(path[-2:]) for path, _ in tensor.places()):
-                vocabularies.add(rows)
-        return cls(frozenset(declared), frozenset(vocabularies), frozenset(widths))
-
-    def reason(self, tensor: _Tensor) -> str | None:
-        if id(tensor.param) in self.declared:
-            return "output head"
-        linear = (path[:-1] for path, owner in tensor.places() if isinstance(owner, nn.Linear))
-        return "output head" if any(self._named_as_head(path, tensor.param) for path in linear) else None
-
-    def _named_as_head(self, path: list[str], param: nn.Parameter) -> bool:
-        if path[-1] in HEAD_NAMES:
-            return True
-        rows = param.shape[0]
-        if rows not in self.vocabularies or not HEAD_WORDS.intersection(path):
-            return False
-        # layers.3.attention.output of a byte-level model of width 256 is no head: inside numbered layers, where a
-        # vocabulary may be met by chance, a word is not enough.
-        return rows not in self.widths or not any(segment.isdigit() for segment in path[:-1])
-
-
-def _declared_head(module: nn.Module) -> list[nn.Parameter]:
-    try:
-        # Any model may define the method, for any purpose; without an answer the names decide.
-        head = module.get_output_embeddings()  # type: ignore[operator]
-    except Exception:
-        return []
-    pieces = head if isinstance(head, list | tuple | nn.ModuleList) else [head]
-    return [param for piece in pieces if isinstance(piece, nn.Module) for param in piece.parameters(recurse=False)]
+    remedy = f"leave it to AdamW. {_CLEAR_TAGS}" if found.reason == _TAG_TRUE else "leave it to AdamW"
+    raise RoutingError(f"{found.name} of shape {shape}: {found.reason} sends it to Muon, but {why}; {remedy}")

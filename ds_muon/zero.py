@@ -273,7 +273,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         )
 
     def _clip_adamw_(self, gradients: Sequence[Tensor], squares: Sequence[float]) -> None:
-        """``gradient_clipping`` for AdamW gradients, in place. Muon's are never clipped: see the README."""
+        """``gradient_clipping`` for AdamW gradients, in place. Muon's are never clipped: see docs/how-it-works.md."""
         clip = self._adamw_clip(squares)
         if clip < 1:
             for gradient in gradients[len(self.muon_groups) :]:

@@ -4,7 +4,7 @@
     TORCHDYNAMO_DISABLE=1 DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 scripts/compare_muon.py
 
 Every model here has prescribed gradients, so that the right update is known: -lr * s * O of the averaged gradient, by
-the fp64 reference. Prints a table; see the README for what it showed.
+the fp64 reference. Prints a table; see docs/measured.md for what it showed.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ what torch.stack alone takes, behind the matmul in the same rounds, stands besid
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import sys
@@ -39,6 +38,7 @@ from ds_muon.orthogonalize import (
     reference_newton_schulz,
 )
 from ds_muon.say import tell
+from ds_muon.text import columns, json_text
 
 GPU_SHAPES = (
     (24, 1024, 1024),
@@ -261,7 +261,7 @@ def run(
     kept = []
     if json_file is not None:
         settings = {"device": name, "torch": torch.__version__, "dtype": dtype, "rounds": rounds}
-        text = json.dumps({**settings, "rows": [_as_json(row) for row in done]}, indent=1) + "\n"
+        text = json_text({**settings, "rows": [_as_json(row) for row in done]}, indent=1) + "\n"
         kept.append(keep("numbers", json_file, lambda: write_text(json_file, text)))
     if chart is not None:
         series = {t.name: [_over_floor(row, t.name) for row in done] for t in done[0].timings}
@@ -283,12 +283,16 @@ def _lines(row: Row) -> Iterator[str]:
     leads = [(row.lead, "as fast as the best peer"), (row.call_lead, "in a call on an idle device")]
     said = "".join(f"; {lead:.2f} times {where}" for lead, where in leads if lead is not None)
     yield f"{row.title}: matmul {row.matmul_tflops:.3g} TFLOP/s{said}"
-    for t in row.timings:
-        if t.ms is None:
-            yield f"    {t.name:32}{t.problem}"
-        else:
-            rates = f"{t.tflops:8.3g} TFLOP/s {t.over_floor:8.2f} x floor"
-            memory = "" if t.peak_bytes is None else f"{t.peak_bytes / 2**20:8.0f} MiB"
-            stacking = "" if t.stack_ms is None else f"   of it stacking {t.stack_ms:.3f} ms"
-            call = f"{t.call_ms:8.3f} ms a call{memory}"
-            yield f"    {t.name:32} {t.ms:8.3f} ms {rates} {call}   error {t.error:.1e}{stacking}"
+    yield from columns([("  ", *_cells(timing)) for timing in row.timings], _COLUMNS)
+
+
+_COLUMNS = "<2 <32 >11 >14 >14 >18 >9 < <"  # least widths, for all batches to be alike
+
+
+def _cells(t: Timing) -> tuple[str, ...]:
+    if t.ms is None:
+        return t.name, t.problem or ""
+    rates = f"{t.ms:.3f} ms", f"{t.tflops:.3g} TFLOP/s", f"{t.over_floor:.2f} x floor", f"{t.call_ms:.3f} ms a call"
+    memory = "" if t.peak_bytes is None else f"{t.peak_bytes / 2**20:.0f} MiB"
+    stacking = "" if t.stack_ms is None else f"of it stacking {t.stack_ms:.3f} ms"
+    return t.name, *rates, memory, f"error {t.error:.1e}", stacking

@@ -21,7 +21,6 @@ or ends: they overlap nothing, and may add up to more than the median above.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import sys
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
 from ds_muon import planner
 from ds_muon.bench.chart import draw_bars
@@ -39,6 +39,7 @@ from ds_muon.config import DSMuonConfig, DSMuonConfigError
 from ds_muon.files import keep, write_text
 from ds_muon.launch import RanksFailed, placement, run_ranks
 from ds_muon.say import tell
+from ds_muon.text import columns, json_text
 
 MODELS = {"tiny": (3, 128), **{name.removeprefix("gpt-"): size for name, size in planner.GPTS.items()}}
 """Layers and width: a tiny one for CPUs, and the planner's. An odd number of layers straddles two ranks."""
@@ -96,12 +97,11 @@ class Task:
         return MODELS[self.model][1]
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return json_text(self)
 
     @classmethod
     def from_json(cls, text: str) -> Task:
-        data = json.loads(text)
-        return cls(**{**data, "candidates": tuple(Candidate(**candidate) for candidate in data["candidates"])})
+        return TypeAdapter(cls).validate_json(text)
 
 
 @dataclass(frozen=True)
@@ -198,14 +198,12 @@ class Run:
     measured: tuple[Measured, ...]
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return json_text(self)
 
     @classmethod
     def read(cls, path: Path) -> Run:
         """What rank 0 wrote."""
-        data = json.loads(path.read_text())
-        measured = tuple(_measured(**entry) for entry in data["measured"])
-        return cls(**{**data, "notes": tuple(data["notes"]), "measured": measured})
+        return TypeAdapter(cls).validate_json(path.read_bytes())
 
     def baseline(self) -> Measured | None:
         """The AdamW that surcharges are over."""
@@ -224,14 +222,6 @@ class Run:
         theirs = None if muon is None else self.surcharge_ms(muon)
         ours = None if measured.name in BASELINES else self.surcharge_ms(measured)
         return ours / theirs if ours is not None and theirs is not None and theirs > 0 else None
-
-
-def _measured(wire: Mapping[str, Any] | None, parts: Mapping[str, Any] | None, **entry: Any) -> Measured:
-    return Measured(
-        **{**entry, "times_ms": tuple(entry["times_ms"])},
-        wire=None if wire is None else Wire(**wire),
-        parts=None if parts is None else Parts(tuple(RankParts(**rank) for rank in parts["ranks"])),
-    )
 
 
 # ---- the task -------------------------------------------------------------------------------------------------------
@@ -335,7 +325,7 @@ def run(
     tell("\n".join(_lines(task, found)) + "\n")
     done = [any(measured.ms is not None for measured in found.measured)]
     if json_file is not None:
-        text = json.dumps(numbers(task, found), indent=1) + "\n"
+        text = json_text(numbers(task, found), indent=1) + "\n"
         done.append(keep("numbers", json_file, lambda: write_text(json_file, text)))
     if chart is not None and done[0]:
         done.append(keep("chart", chart, lambda: _draw(chart, task, found)))
@@ -373,24 +363,8 @@ def _lines(task: Task, found: Run) -> Iterator[str]:
     turns = "engines taking turns" if found.passes == 1 else f"engines built in {found.passes} passes, one at a time"
     yield f"whole iterations (forward, backward, step), medians of {task.rounds} rounds, {turns}"
     yield from found.notes
-    wide = max(24, *(2 + len(candidate.name) for candidate in task.candidates))
-    yield (
-        f"\n{'':{wide}}{'iteration':>11}{'surcharge':>11}{'of Muon':>9}{'tokens/s':>11}{'resident':>10}{'peak':>8}"
-        f"{'on the wire, MB: gradients':>29}{'weights':>9}{'exchange':>10}{'loss':>8}"
-    )
-    yield f"{'':{wide}}{'ms':>11}{'ms':>11}{'':9}{'':11}{'MiB':>10}{'MiB':>8}"
-    for entry in numbers(task, found)["candidates"]:
-        if entry["problem"] is not None:
-            yield f"{entry['name']:{wide}}  {entry['problem']}"
-            continue
-        mib = [None if entry[key] is None else entry[key] / 2**20 for key in ("resident_bytes", "peak_bytes")]
-        wire = [entry["wire"][key] / 1e6 for key in ("reduction", "all_gather", "exchange")]
-        yield (
-            f"{entry['name']:{wide}}{_number(entry['ms'], 11, 2)}{_number(entry['surcharge_ms'], 11, 2)}"
-            f"{_number(entry['over_muon'], 9, 3)}{_number(entry['tokens_per_second'], 11, 0)}"
-            f"{_number(mib[0], 10, 0)}{_number(mib[1], 8, 0)}"
-            f"{_number(wire[0], 29, 1)}{_number(wire[1], 9, 1)}{_number(wire[2], 10, 1)}{_number(entry['loss'], 8, 3)}"
-        )
+    yield ""
+    yield from columns([*_TITLES, *map(_cells, numbers(task, found)["candidates"])], "<" + 10 * " >")
     baseline = found.baseline()
     yield "surcharge: " + ("no AdamW was measured" if baseline is None else f"over {baseline.name}")
     for measured in found.measured:
@@ -398,19 +372,40 @@ def _lines(task: Task, found: Run) -> Iterator[str]:
             yield from _part_lines(measured.name, measured.parts)
 
 
-def _number(value: float | None, width: int, digits: int) -> str:
-    return f"{'-':>{width}}" if value is None else f"{value:>{width},.{digits}f}"
+_TITLES = (
+    ("", "iteration", "surcharge", "of Muon", "", "resident", "peak", "on the wire, MB:", "", "", ""),
+    ("", "ms", "ms", "", "tokens/s", "MiB", "MiB", "gradients", "weights", "exchange", "loss"),
+)
+
+
+def _cells(entry: Mapping[str, Any]) -> tuple[str, ...]:
+    if entry["problem"] is not None:
+        return entry["name"], entry["problem"]
+    times = _number(entry["ms"], 2), _number(entry["surcharge_ms"], 2), _number(entry["over_muon"], 3)
+    memory = (entry[key] and entry[key] / 2**20 for key in ("resident_bytes", "peak_bytes"))
+    wire = (entry["wire"][key] / 1e6 for key in ("reduction", "all_gather", "exchange"))
+    return (
+        *(entry["name"], *times, _number(entry["tokens_per_second"], 0)),
+        *(_number(mib, 0) for mib in memory),
+        *(_number(megabytes, 1) for megabytes in wire),
+        _number(entry["loss"], 3),
+    )
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def _part_lines(name: str, parts: Parts) -> Iterator[str]:
     yield f"\n{name}, parts in ms, measured separately: the device is idled around each, so nothing overlaps"
-    yield f"{'':16}{'busiest rank':>14}{'mean':>9}"
     busiest = parts.busiest
+    rows = [("", "busiest rank", "mean", "")]
     for part, meaning in PARTS.items():
         mean = statistics.fmean(rank.ms[part] for rank in parts.ranks)
-        yield f"  {part:14}{busiest.ms[part]:14.2f}{mean:9.2f}   {meaning}"
+        rows.append((f"  {part}", f"{busiest.ms[part]:.2f}", f"{mean:.2f}", meaning))
     whole = statistics.fmean(rank.iteration_ms for rank in parts.ranks)
-    yield f"  {'iteration':14}{busiest.iteration_ms:14.2f}{whole:9.2f}"
+    rows.append(("  iteration", f"{busiest.iteration_ms:.2f}", f"{whole:.2f}", ""))
+    yield from columns(rows, "< > > <")
     yield f"  exchange {parts.sent_bytes / 1e6:.2f} MB"
 
 

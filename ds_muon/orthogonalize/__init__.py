@@ -109,7 +109,7 @@ def orthogonalize(matrices: Sequence[Tensor], settings: NewtonSchulz) -> list[Te
 
     The result of a matrix does not depend on what shares its batch. The Triton backend sums in one order for any batch.
     With torch every matrix is a batch of its own on CPU and in fp32; in half precision on GPUs it rests on the vendor's
-    batched product and sum (see the README for where it holds).
+    batched product and sum (see docs/newton-schulz.md for where it holds).
     """
     outputs: dict[int, Tensor] = {}
     compact = BACKENDS[settings.backend]().compact

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from ds_muon.files import write_text
+from ds_muon.text import json_text
 from ds_muon.verify.inject import found
 from ds_muon.verify.record import VerifyResult
 
@@ -17,10 +18,10 @@ RIGHT, WRONG, COULD_NOT_RUN = 0, 1, 2
 
 @dataclass(frozen=True)
 class NotShown:
-    """A fault that this config, model or world size cannot show, and why."""
+    """A fault, and why this config, model or world size cannot show it."""
 
     fault: str
-    reason: str
+    not_shown: str
 
 
 Outcome = VerifyResult | NotShown
@@ -41,24 +42,21 @@ def exit_code(outcomes: Sequence[Outcome]) -> int:
 
 def save(outcomes: Sequence[Outcome], path: Path, *, as_list: bool) -> None:
     """Write them as a JSON list, or the only one as an object; see ``files.writing``."""
-    data = [_to_json(outcome) for outcome in outcomes]
-    write_text(path, json.dumps(data if as_list else data[0], indent=1) + "\n")
+    data = [{**_verdict(outcome), **vars(outcome)} for outcome in outcomes]
+    write_text(path, json_text(data if as_list else data[0], indent=1) + "\n")
 
 
 def load(path: Path) -> list[Outcome]:
     """What ``save`` wrote."""
-    data = json.loads(path.read_text())
-    return [_from_json(entry) for entry in (data if isinstance(data, list) else [data])]
+    found = _FILE.validate_json(path.read_bytes())
+    return found if isinstance(found, list) else [found]
 
 
-def _to_json(outcome: Outcome) -> dict[str, Any]:
+_FILE: TypeAdapter[list[Outcome] | Outcome] = TypeAdapter(list[Outcome] | Outcome)
+
+
+def _verdict(outcome: Outcome) -> dict[str, bool]:
+    """For who reads the file; ``load`` passes over it."""
     if isinstance(outcome, NotShown):
-        return {"fault": outcome.fault, "not_shown": outcome.reason}
-    data = outcome.to_json()
-    return data if outcome.fault is None else {"found": is_found(outcome), **data}
-
-
-def _from_json(data: Mapping[str, Any]) -> Outcome:
-    if "not_shown" in data:
-        return NotShown(data["fault"], data["not_shown"])
-    return VerifyResult.from_json(data)
+        return {}
+    return {"ok": outcome.ok} if outcome.fault is None else {"found": is_found(outcome), "ok": outcome.ok}

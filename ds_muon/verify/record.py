@@ -1,10 +1,9 @@
-"""What the harness finds: one record per parameter and step, and the result of a run. Plain data, to and from JSON."""
+"""What the harness finds: one record per parameter and step, and the result of a run. Plain data."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -110,15 +109,6 @@ class UpdateRecord:
         excesses = [comparison.excess for comparison in self.comparisons.values()]
         return max(excesses) if self._is_in_place else math.inf
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> UpdateRecord:
-        values = dict(data)
-        for name in ("against_fp64", "against_same_dtype", "gradient", "state"):
-            values[name] = None if values[name] is None else Comparison(**values[name])
-        values["shape"], values["stale_ranks"] = tuple(values["shape"]), tuple(values["stale_ranks"])
-        values["cuts"] = tuple(tuple(cut) for cut in values["cuts"])
-        return cls(**values)
-
 
 @dataclass(frozen=True)
 class VerifyResult:
@@ -165,35 +155,3 @@ class VerifyResult:
             if record.name not in worst or record.excess > worst[record.name].excess:
                 worst[record.name] = record
         return sorted(worst.values(), key=lambda record: -record.excess)
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON has no NaN or infinity: they are written as strings that ``float`` reads."""
-        return {"ok": self.ok, **_plain(asdict(self))}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> VerifyResult:
-        values = {field.name: _numbers(data[field.name]) for field in fields(cls) if field.name not in _AS_WRITTEN}
-        values |= {name: data[name] for name in _AS_WRITTEN}
-        values["records"] = tuple(UpdateRecord.from_json(_numbers(record)) for record in data["records"])
-        values["partition_sizes"] = tuple(values["partition_sizes"])
-        return cls(**values)
-
-
-_AS_WRITTEN = ("config", "versions", "records")
-_NOT_FINITE = ("nan", "inf", "-inf")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _numbers(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _numbers(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_numbers(item) for item in value]
-    return float(value) if value in _NOT_FINITE else value

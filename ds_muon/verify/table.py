@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 
 from ds_muon.say import printable
+from ds_muon.text import columns, count, number
 from ds_muon.verify.inject import FAULTS
 from ds_muon.verify.outcome import NotShown, Outcome, is_found
 from ds_muon.verify.record import Comparison, UpdateRecord, VerifyResult
@@ -41,7 +42,7 @@ def parameter_table(result: VerifyResult, rows: int = 25) -> str:
     shown = [record for i, record in enumerate(worst) if i < rows or not record.ok]
     header = ["parameter", "shape", "half", "ranks", "owner", "step", "error", "tolerance", "cosine"]
     header += ["same dtype", "tolerance", "gradient", "state"]
-    lines = _columns([header, *(_cells(record) for record in shown)], left=3)
+    lines = columns([header, *map(_cells, shown)], "< < <" + 10 * " >")
     text = lines[:1]
     for record, line in zip(shown, lines[1:], strict=True):
         text.append(line)
@@ -55,7 +56,7 @@ def parameter_table(result: VerifyResult, rows: int = 25) -> str:
 def verdict(result: VerifyResult) -> str:
     """One line: RIGHT with the largest error, or WRONG with what is."""
     worst = result.worst()
-    skipped = f"; {_count(result.skipped_steps, 'step')} skipped by the engine" if result.skipped_steps else ""
+    skipped = f"; {count(result.skipped_steps, 'step')} skipped by the engine" if result.skipped_steps else ""
     if result.ok:
         # AdamW's errors are mostly the rounding of weights that are large beside their update.
         muon = [record for record in result.records if record.half == "muon"]
@@ -63,10 +64,10 @@ def verdict(result: VerifyResult) -> str:
         same_dtype = max(record.against_same_dtype.error for record in muon)
         straddling = sum(record.straddles and record.half == "muon" for record in worst)
         return (
-            f"RIGHT: {_count(result.steps, 'step')} of {_count(len(worst), 'parameter')} on {_ranks(result)}; "
+            f"RIGHT: {count(result.steps, 'step')} of {count(len(worst), 'parameter')} on {_ranks(result)}; "
             f"largest error of a Muon update {_of(largest.against_fp64)} on {printable(largest.name)}, "
-            f"{_number(same_dtype)} beside the same dtype; "
-            f"{_count(straddling, 'matrix', 'matrices')} straddle{'s' if straddling == 1 else ''}{skipped}"
+            f"{number(same_dtype)} beside the same dtype; "
+            f"{count(straddling, 'matrix', 'matrices')} straddle{'s' if straddling == 1 else ''}{skipped}"
         )
     wrong: dict[str, list[str]] = {}
     for record in worst:
@@ -74,8 +75,8 @@ def verdict(result: VerifyResult) -> str:
             wrong.setdefault(str(record.diagnosis).partition(":")[0], []).append(printable(record.name))
     most_first = sorted(wrong.items(), key=lambda item: -len(item[1]))
     faults = "; ".join(f"{fault} ({_names(names)})" for fault, names in most_first)
-    count = sum(map(len, wrong.values()))
-    return f"WRONG: {count} of {_count(len(worst), 'parameter')} on {_ranks(result)}: {faults}{skipped}"
+    of_all = f"{sum(map(len, wrong.values()))} of {count(len(worst), 'parameter')}"
+    return f"WRONG: {of_all} on {_ranks(result)}: {faults}{skipped}"
 
 
 def fault_verdict(result: VerifyResult) -> str:
@@ -97,12 +98,12 @@ def fault_table(outcomes: Sequence[Outcome]) -> str:
     rows = [["fault", "error of", "error", "tolerance", "times", "found", "diagnosis"]]
     for outcome in outcomes:
         if isinstance(outcome, NotShown):
-            rows.append([outcome.fault, "", "", "", "", "-", f"not shown here: {outcome.reason}"])
+            rows.append([outcome.fault, "", "", "", "", "-", f"not shown here: {outcome.not_shown}"])
             continue
         record = _evidence(outcome)
         diagnosis = f"{record.diagnosis or 'none'} [{printable(record.name)}]"
         rows.append([outcome.fault or "", *_sizes(record), "yes" if is_found(outcome) else "NO", diagnosis])
-    return "\n".join(_columns(rows, left=2, last_left=True))
+    return "\n".join(columns(rows, "< < > > > > <"))
 
 
 def faults_verdict(outcomes: Sequence[Outcome]) -> str:
@@ -114,15 +115,15 @@ def faults_verdict(outcomes: Sequence[Outcome]) -> str:
         return "NOT SHOWN: none of the faults can be shown with this config, model and world size"
     missed = [result.fault or "" for result in results if not is_found(result)]
     if missed:
-        return f"MISSED: {len(missed)} of {_count(len(results), 'planted fault')}: {', '.join(missed)}{rest}"
-    return f"FOUND: {len(results)} of {_count(len(results), 'planted fault')}, each with the right diagnosis{rest}"
+        return f"MISSED: {len(missed)} of {count(len(results), 'planted fault')}: {', '.join(missed)}{rest}"
+    return f"FOUND: {len(results)} of {count(len(results), 'planted fault')}, each with the right diagnosis{rest}"
 
 
 # ---- of one record --------------------------------------------------------------------------------------------------
 
 
 def _cells(record: UpdateRecord) -> list[str]:
-    optional = ("-" if c is None else _number(c.error) for c in (record.gradient, record.state))
+    optional = ("-" if c is None else number(c.error) for c in (record.gradient, record.state))
     return [
         printable(record.name),
         "x".join(map(str, record.shape)) or "scalar",
@@ -130,11 +131,11 @@ def _cells(record: UpdateRecord) -> list[str]:
         ",".join(map(str, record.holders)),
         "-" if record.owner is None else str(record.owner),
         str(record.step),
-        _number(record.against_fp64.error),
-        _number(record.against_fp64.tolerance),
+        number(record.against_fp64.error),
+        number(record.against_fp64.tolerance),
         f"{record.cosine:.6f}",
-        _number(record.against_same_dtype.error),
-        _number(record.against_same_dtype.tolerance),
+        number(record.against_same_dtype.error),
+        number(record.against_same_dtype.tolerance),
         *optional,
     ]
 
@@ -162,41 +163,20 @@ def _sizes(record: UpdateRecord) -> list[str]:
     if not record.against_fp64.ok or worst.ok:
         name, worst = "against_fp64", record.against_fp64
     times = f"{worst.excess:,.0f}" if worst.excess >= 10 else f"{worst.excess:.2g}"
-    return [_OF[name], _number(worst.error), _number(worst.tolerance), times]
+    return [_OF[name], number(worst.error), number(worst.tolerance), times]
 
 
-# ---- numbers and columns --------------------------------------------------------------------------------------------
-
-
-def _number(value: float) -> str:
-    return "0" if value == 0 else f"{value:.1e}"
+# ---- words ----------------------------------------------------------------------------------------------------------
 
 
 def _of(comparison: Comparison) -> str:
-    return f"{_number(comparison.error)} (tolerance {_number(comparison.tolerance)})"
-
-
-def _count(count: int, noun: str, plural: str | None = None) -> str:
-    return f"{count} {noun if count == 1 else plural or noun + 's'}"
+    return f"{number(comparison.error)} (tolerance {number(comparison.tolerance)})"
 
 
 def _ranks(result: VerifyResult) -> str:
-    return f"{_count(result.world_size, 'rank')} ({result.device})"
+    return f"{count(result.world_size, 'rank')} ({result.device})"
 
 
 def _names(names: Sequence[str]) -> str:
     more = f" and {len(names) - _NAMED_IN_VERDICT} more" if len(names) > _NAMED_IN_VERDICT else ""
     return ", ".join(names[:_NAMED_IN_VERDICT]) + more
-
-
-def _columns(rows: Sequence[Sequence[str]], *, left: int, last_left: bool = False) -> list[str]:
-    """Rows as lines of equal columns: the first ``left`` of them, and maybe the last, flush left, the others right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    last = len(widths) - 1 if last_left else len(widths)
-    return [
-        "  ".join(
-            cell.ljust(width) if i < left or i == last else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

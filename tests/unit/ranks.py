@@ -44,7 +44,7 @@ class _Workers:
     def __init__(self, world_size: int) -> None:
         context = mp.get_context("forkserver")
         # The server imports DeepSpeed once; every worker is forked from it.
-        context.set_forkserver_preload(["deepspeed", "ds_muon", "ds_muon.verify"])
+        context.set_forkserver_preload(["deepspeed", "ds_muon", "ds_muon.verify", "torch._dynamo"])
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]

@@ -91,7 +91,7 @@ def test_without_a_fault_the_same_engine_is_right_and_bit_equal_to_the_single_pr
     for records in run_ranks(2, check_gpt, ds_config({"weight_decay": 0.1}, gradient_clipping=1.0)):
         assert len(records) == 3 * 27 and all(record.ok for record in records)
         assert not any(record.diagnosis for record in records)
-        if DEVICE == "cpu":  # a vendor's product may depend on the batch; see the README
+        if DEVICE == "cpu":  # a vendor's product may depend on the batch; see docs/newton-schulz.md
             muon = [record for record in records if record.half == "muon"]
             assert all(record.against_same_dtype.error == 0 and record.state.error == 0 for record in muon)
         assert sum(record.straddles for record in records if record.half == "muon") == 3

@@ -34,6 +34,7 @@ DEFAULTS = {
     "momentum_dtype": "float32",
     "muon_params": (),
     "adamw_params": (),
+    "no_decay_params": (),
     "nan_guard": "off",
     "grad_norm_skip_threshold": None,
     "clip_norm_scope": "adamw",
@@ -230,7 +231,7 @@ def test_choices(key, choices):
         assert all(f'"{choice}"' in line for choice in choices)
 
 
-@pytest.mark.parametrize("key", ["muon_params", "adamw_params"])
+@pytest.mark.parametrize("key", ["muon_params", "adamw_params", "no_decay_params"])
 def test_patterns_are_a_list_of_strings(key):
     assert getattr(DSMuonConfig.parse({key: ["a.*", "b"]}), key) == ("a.*", "b")
     assert getattr(DSMuonConfig.parse({key: []}), key) == ()

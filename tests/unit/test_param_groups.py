@@ -9,6 +9,8 @@ from torch import nn
 from ds_muon.config import DSMuonConfig, DSMuonConfigError
 from ds_muon.param_groups import split_param_groups
 from ds_muon.routing import Routing, RoutingError, route
+from tests.unit.models import Block, ds_config, full_weights, start, train_step
+from tests.unit.ranks import run_ranks
 from tests.unit.test_routing import GPT, Holder, linear, raw
 
 CONFIG = DSMuonConfig.parse(
@@ -34,6 +36,7 @@ def test_loose_tensors_give_two_groups_with_the_config_of_their_half(make):
     assert {k: v for k, v in muon.items() if k != "params"} == {
         "use_muon": True,
         "name": "muon",
+        "user_group": 0,
         "lr": 0.02,
         "weight_decay": 0.1,
         "momentum": 0.95,
@@ -42,6 +45,7 @@ def test_loose_tensors_give_two_groups_with_the_config_of_their_half(make):
     assert {k: v for k, v in adamw.items() if k != "params"} == {
         "use_muon": False,
         "name": "adamw",
+        "user_group": 0,
         "lr": 3e-4,
         "weight_decay": 0.01,
         "betas": (0.8, 0.9),
@@ -80,6 +84,7 @@ def test_muon_groups_come_first_in_the_users_order():
         "positions-adamw",
     ]
     assert [group["use_muon"] for group in groups] == [True, True, True, False, False]
+    assert [group["user_group"] for group in groups] == [0, 1, 3, 0, 2]
     assert [names_of(model, group) for group in groups] == [
         ["h.0.mlp.weight"],
         ["h.1.attn.weight"],
@@ -254,6 +259,87 @@ def test_a_groups_use_muon_may_agree_with_the_routing_but_not_contradict_it():
         split(model, [{"params": rest + body, "use_muon": True}])
     with pytest.raises(RoutingError, match=r"use_muon = False, but h\.0\.attn\.weight goes to muon"):
         split(model, [{"params": body, "use_muon": False}])
+
+
+def undecayed(*patterns: str) -> DSMuonConfig:
+    return DSMuonConfig.parse({"weight_decay": 0.1, "no_decay_params": list(patterns)})
+
+
+def test_parameters_without_weight_decay_are_groups_of_their_own_in_either_half():
+    model = GPT()
+    config = undecayed("*.bias", "*.ln.*", "h.0.mlp.weight")
+    groups = split_param_groups(model, model.parameters(), route(model), config)
+    assert [(group["name"], group["weight_decay"], group["user_group"]) for group in groups] == [
+        ("muon", 0.1, 0),
+        ("muon-no_decay", 0.0, 0),
+        ("adamw", 0.1, 0),
+        ("adamw-no_decay", 0.0, 0),
+    ]
+    assert names_of(model, groups[1]) == ["h.0.mlp.weight"]
+    assert names_of(model, groups[2]) == ["wte.weight", "wpe.weight", "lm_head.weight"]
+    assert len(groups[3]["params"]) == 6
+    assert (groups[3]["lr"], groups[3]["betas"], groups[3]["eps"]) == (0.02, (0.9, 0.95), 1e-8)
+
+
+def test_groups_of_the_users_keep_their_rate_and_lose_the_decay_of_what_is_named():
+    model = GPT()
+    given = [{"params": model.wte.parameters(), "lr": 0.5}, {"params": model.h.parameters(), "weight_decay": 0.3}]
+    groups = split_param_groups(model, given, route(model), undecayed("wte.*", "h.1.*"))
+    assert [(group["name"], group["lr"], group["weight_decay"], group["user_group"]) for group in groups] == [
+        ("group1-muon", 0.02, 0.3, 1),
+        ("group1-muon-no_decay", 0.02, 0.0, 1),
+        ("group0-adamw-no_decay", 0.5, 0.0, 0),
+        ("group1-adamw", 0.02, 0.3, 1),
+        ("group1-adamw-no_decay", 0.02, 0.0, 1),
+    ]
+
+
+def seeded_step(params: dict, folder: str) -> tuple[dict[str, torch.Tensor], list[tuple[str, int]]]:
+    """Of an engine that has been saved, and what groups it has after loading what it saved."""
+    torch.manual_seed(0)
+    model = Block()
+    config = ds_config({"lr": 0.02, "adam_lr": 0.01, **params})
+    engine = start(model, config, model_parameters=[{"params": []}, {"params": list(model.parameters())}])
+    tokens = torch.arange(12).view(1, 12)
+    train_step(engine, tokens, tokens)
+    engine.save_checkpoint(folder)
+    engine.optimizer.optimizer.param_groups[0]["user_group"] = 9  # as another run may call its own
+    engine.load_checkpoint(folder)
+    groups = [(group["name"], group["user_group"]) for group in engine.optimizer.optimizer.param_groups]
+    return full_weights(engine), groups
+
+
+@pytest.mark.ranks
+def test_what_does_not_decay_moves_as_without_weight_decay(tmp_path):
+    names = ["square.weight", "norm.weight", "tall.bias"]
+    decayed, groups = run_ranks(2, seeded_step, {"weight_decay": 0.5, "no_decay_params": names}, str(tmp_path / "a"))[0]
+    free, _ = run_ranks(2, seeded_step, {"weight_decay": 0.0}, str(tmp_path / "b"))[0]
+    assert [name for name in free if torch.equal(free[name], decayed[name])] == sorted([*names, "norm.bias"])
+    assert groups == [
+        ("group1-muon", 9),
+        ("group1-muon-no_decay", 1),
+        ("group1-adamw", 1),
+        ("group1-adamw-no_decay", 1),
+    ]
+
+
+def test_any_name_of_a_tied_weight_keeps_it_from_decaying():
+    model = GPT(tied=True)
+    groups = split_param_groups(model, model.parameters(), route(model), undecayed("lm_head.weight"))
+    assert names_of(model, groups[-1]) == ["wte.weight"] and groups[-1]["weight_decay"] == 0.0
+
+
+def test_a_pattern_without_weight_decay_and_without_a_match_names_near_ones():
+    model = GPT()
+    with pytest.raises(
+        RoutingError, match=r"optimizer\.params\.no_decay_params: 'h\.0\.ln\.bais' matches no parameter"
+    ):
+        split_param_groups(model, model.parameters(), route(model), undecayed("h.0.ln.bais"))
+
+
+def test_where_a_group_came_from_is_not_the_users_to_say():
+    model = GPT()
+    assert {group["user_group"] for group in split(model, [{"params": model.parameters(), "user_group": 7}])} == {0}
 
 
 @pytest.mark.parametrize("value", [None, 1, "yes"])

@@ -221,7 +221,7 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_the_same_numbers_make_the_same_picture(tmp_path: Path) -> None:
-    """So that the one in the README changes only with what it shows."""
+    """So that the one of docs/plan.md changes only with what it shows."""
     for name in ("a.svg", "b.svg"):
         assert (
             cli.main(["plan", "gpt-124m", "gpt-303m", "--world-size", "1", "8", "--chart", str(tmp_path / name)]) == 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
+import io
 import logging
 import subprocess
 import sys
@@ -11,8 +13,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
+from torch import nn
 
 import ds_muon
 from ds_muon import registration, zero
@@ -105,27 +109,58 @@ def test_other_optimizers_are_left_to_deepspeed(optimizer: dict[str, Any], expec
     assert deepspeed_engine.DeepSpeedZeroOptimizer is deepspeed_zero.DeepSpeedZeroOptimizer
 
 
-def logged(config: dict[str, Any]) -> tuple[list[str], list[str]]:
-    lines: list[str] = []
+class Experts(nn.Module):
+    """Matrices of which Muon can take an eighth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 8, bias=False)
+        self.experts = nn.Module()
+        self.experts.w1 = nn.Parameter(torch.zeros(7, 8, 8))
+
+
+def shown(model: type[nn.Module], config: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """What a rank prints and what it warns of at start, with all of DeepSpeed's lines below a warning hidden."""
+    printed = io.StringIO()
     warnings: list[str] = []
 
     def log(line: str, level: int = logging.WARNING) -> None:
-        (warnings if level == logging.WARNING else lines).append(line)
+        if level == logging.WARNING:
+            warnings.append(line)
 
-    with (
-        mock.patch.object(registration, "log_dist", lambda line, ranks: lines.append(line)),
-        mock.patch.object(registration, "log", log),
-    ):
-        engine = start(Block(), config)
-    assert engine.optimizer.optimizer.routing.table().count("\n") >= 9
-    return lines, warnings
+    with contextlib.redirect_stdout(printed), mock.patch.object(registration, "log", log):
+        engine = start(model(), config)
+    assert engine.optimizer.optimizer.routing.table().count("\n") >= 2
+    return [line for line in printed.getvalue().splitlines() if line.startswith("[ds_muon]")], warnings
 
 
 @pytest.mark.ranks
-def test_rank_0_logs_a_line_per_half_and_warns_of_a_large_adamw_rate() -> None:
+def test_rank_0_shows_a_line_per_half_at_any_log_level_and_warns_of_a_large_adamw_rate() -> None:
     config = ds_config()
     config["optimizer"]["params"] = {"lr": 0.02}
-    (lines, warnings), (_, other_warnings) = run_ranks(2, logged, config)
-    assert any("Muon" in line and "3 matrices" in line for line in lines), lines
-    assert any("AdamW" in line for line in lines) and any("straddle" in line for line in lines)
-    assert any("0.02" in w and "adam_lr" in w for w in warnings) and not other_warnings
+    (lines, warnings), others = run_ranks(2, shown, Block, config)
+    assert lines == [
+        "[ds_muon] Muon: 3 matrices, 11,520 elements (73.8 %)",
+        "[ds_muon] AdamW: 6 tensors, 4,080 elements (26.2 %)",
+    ]
+    assert any("0.02" in w and "adam_lr" in w for w in warnings)
+    assert others == ([], [])
+
+
+@pytest.mark.ranks
+def test_rank_0_warns_of_a_model_that_muon_hardly_trains() -> None:
+    (_, warnings), (_, others) = run_ranks(2, shown, Experts, ds_config())
+    assert any("only 12.5 %" in line and "experts.w1 (7 x 8 x 8, stack of experts)" in line for line in warnings)
+    assert not others
+
+
+def routed_of_some(names: list[str]) -> dict[str, str]:
+    model = Block()
+    given = [p for name, p in model.named_parameters() if name in names]
+    engine = start(model, ds_config(), model_parameters=given)
+    return {r.name: r.reason for r in engine.optimizer.optimizer.routing.routes if r.half == "none"}
+
+
+def test_parameters_that_are_not_given_are_shown_as_not_trained() -> None:
+    (untrained,) = run_ranks(1, routed_of_some, ["square.weight", "square.bias"])
+    assert len(untrained) == 7 and set(untrained.values()) == {"not given to deepspeed.initialize"}

@@ -18,11 +18,14 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, TextIO
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import ds_muon
 from ds_muon import cli, launch
@@ -180,6 +183,18 @@ def test_outcomes_survive_their_file(tmp_path: Path, as_list: bool) -> None:
     data = json.loads(path.read_text())
     assert (data[0] if as_list else data)["found"] is True
     assert [entry.name for entry in path.parent.iterdir()] == ["out.json"]
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.builds(VerifyResult, config=st.just(DEFAULT_CONFIG), records=st.tuples(st.from_type(UpdateRecord))),
+    st.builds(NotShown),
+)
+def test_any_outcomes_survive_their_file(of_run: VerifyResult, not_shown: NotShown) -> None:
+    outcomes = [of_run, not_shown]
+    with TemporaryDirectory() as folder:
+        outcome.save(outcomes, Path(folder) / "out.json", as_list=True)
+        assert repr(outcome.load(Path(folder) / "out.json")) == repr(outcomes)  # a NaN is not equal to itself
 
 
 # ---- models and batches ---------------------------------------------------------------------------------------------
@@ -493,7 +508,7 @@ def test_the_built_in_model_is_right_and_cut_across_ranks(tmp_path: Path, port: 
     muon = [r for r in found.records if r.half == "muon"]
     assert {r.shape[0] > r.shape[1] for r in muon} == {True, False} and any(r.shape[0] == r.shape[1] for r in muon)
     assert any(r.straddles for r in muon)
-    assert {path.suffix for path in (tmp_path / "report").iterdir()} == {".png", ".html"}
+    assert {path.suffix for path in (tmp_path / "report").iterdir()} == {".png", ".svg", ".html"}
     assert not list(Path("/dev/shm").glob(f"*_{port}_*"))
 
 
