@@ -18,9 +18,6 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from ds_muon.orthogonalize import COEFFICIENTS, NewtonSchulz
 from ds_muon.orthogonalize.coefficients import LARGEST
 
-# A learning rate above this is meant for orthogonalized updates, not for AdamW.
-ADAM_LR_WARNING = 5e-3
-
 # "auto" is a choice of the user's here; anywhere else it is a blank that a trainer was to fill in.
 AUTO_IS_A_CHOICE = ("ns_dtype", "ns_backend")
 
@@ -156,15 +153,6 @@ class DSMuonConfig(BaseModel):
             ns_eps=self.ns_eps,
             ns_backend=self.ns_backend,
         )
-
-    def warnings(self) -> list[str]:
-        """What is valid but likely not meant, for whoever has AdamW parameters to log."""
-        if self.adam_lr is not None or self.lr <= ADAM_LR_WARNING:
-            return []
-        return [
-            f"optimizer.params.adam_lr is not set, so AdamW uses lr = {self.lr:g}, which is high for AdamW; "
-            f'set "adam_lr", such as 3e-4, or keep Muon\'s rate in "muon_lr": {self.resolved_muon_lr:g} and lower "lr"'
-        ]
 
     @field_validator("betas", "muon_params", "adamw_params", "no_decay_params", mode="before")
     @classmethod

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from ds_muon.config import DSMuonConfig
+from ds_muon.learning_rates import GroupRate
 from ds_muon.param_groups import GROUP_KEYS
 from ds_muon.passes import advance_momentum_, apply_update_
 from ds_muon.routing import Routing
@@ -41,6 +42,10 @@ class DSMuon(Optimizer):
         super().__init__(param_groups, defaults={"lr": config.lr, "weight_decay": config.weight_decay})
         self.config = config
         self.routing = routing
+        # Kept apart from the groups, in which schedulers and checkpoints write.
+        self.configured_rates = tuple(
+            GroupRate(group["lr"], group["use_muon"], group.get("user_group", 0)) for group in self.param_groups
+        )
         self._adamw: torch.optim.AdamW | None = None
 
     @property

@@ -1,13 +1,15 @@
-"""Binds DSMuon to DeepSpeed's engine: the only module that changes anything of DeepSpeed's.
+"""Binds DSMuon to DeepSpeed's engine: the only module that changes anything of DeepSpeed's or torch's.
 
-Five methods of ``DeepSpeedEngine`` are wrapped. Each wrapper does its part for an engine whose optimizer type is
-DSMuon, and for any other engine does what DeepSpeed does.
+Seven methods of ``DeepSpeedEngine`` are wrapped, and the constructors of the schedulers that take one number for all
+param groups. Each wrapper does its part for an engine whose optimizer type is DSMuon, or for a scheduler of DSMuon, and
+for any other does what DeepSpeed or torch does.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import json
 import logging
 from collections.abc import Callable, Iterable
@@ -19,16 +21,20 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import engine as deepspeed_engine
+from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from torch import nn
+from torch.optim import lr_scheduler as torch_schedulers
 
-from ds_muon.config import ADAM_LR_WARNING, DSMuonConfig
+from ds_muon.config import DSMuonConfig
 from ds_muon.guard import gather, raise_together
+from ds_muon.learning_rates import DEEPSPEED_SCHEDULES, TORCH_SCHEDULES, far_off
 from ds_muon.optimizer import DSMuon
 from ds_muon.param_groups import GROUP_KEYS, split_param_groups
 from ds_muon.refusals import SUPPORTED_DEEPSPEED, DSMuonRefusal, config_refusals, model_refusals
 from ds_muon.routing import Routing, route
 from ds_muon.say import log, say
+from ds_muon.schedulers import build, cycle_momentum, dsmuon_in, highest_rates
 from ds_muon.zero import MuonZeroOptimizer
 
 OPTIMIZER_TYPE = "DSMuon"
@@ -41,6 +47,8 @@ _ENGINE_METHODS = (
     "_configure_basic_optimizer",
     "_do_optimizer_sanity_check",
     "_configure_zero_optimizer",
+    "_scheduler_from_config",
+    "_configure_lr_scheduler",
 )
 _ZERO_METHODS = (
     "initialize_optimizer_states",
@@ -102,6 +110,7 @@ _MODULE_NAMES = (
         ),
     ),
 )
+_SCHEDULES = ((lr_schedules, DEEPSPEED_SCHEDULES), (torch_schedulers, TORCH_SCHEDULES))
 
 
 @dataclass(frozen=True)
@@ -128,19 +137,26 @@ def register() -> None:
         _configure_basic_optimizer,
         _do_optimizer_sanity_check,
         _configure_zero_optimizer,
+        _scheduler_from_config,
+        _configure_lr_scheduler,
     ):
-        _wrap(engine, wrapper)
+        _wrap(engine, wrapper.__name__, wrapper)
+    for module, schedules in _SCHEDULES:
+        for name, schedule in schedules.items():
+            _wrap(getattr(module, name), "__init__", functools.partial(build, schedule))
+            if schedule.momentum_method:
+                _wrap(getattr(module, name), schedule.momentum_method, cycle_momentum)
 
 
-def _wrap(engine: type, wrapper: Callable[..., Any]) -> None:
-    original = getattr(engine, wrapper.__name__)
+def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
+    original = getattr(owner, name)
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         return wrapper(functools.partial(original, self), self, *args, **kwargs)
 
     method._ds_muon = True  # type: ignore[attr-defined]
-    setattr(engine, wrapper.__name__, method)
+    setattr(owner, name, method)
 
 
 def _check_parts() -> None:
@@ -152,6 +168,11 @@ def _check_parts() -> None:
     missing += [
         f"{module.__name__}.{name}" for module, names in _MODULE_NAMES for name in names if not hasattr(module, name)
     ]
+    for module, schedules in _SCHEDULES:
+        for name, schedule in schedules.items():
+            known = inspect.signature(getattr(module, name)).parameters if hasattr(module, name) else {}
+            keys = ("optimizer", *schedule.rates, *schedule.others)
+            missing += [f"{module.__name__}.{name}({key})" for key in keys if key not in known]
     if missing:
         raise ImportError(
             f"ds_muon binds to parts of DeepSpeed that version {deepspeed.__version__} does not have: "
@@ -196,10 +217,6 @@ def _configure_basic_optimizer(original: Callable[..., Any], engine: Any, model_
     names = {id(p): name for name, p in engine.module.named_parameters()}
     routing = routing.given({names[id(p)] for group in groups for p in group["params"]})
     _show(routing)
-    high = any(group["lr"] > ADAM_LR_WARNING for group in groups if not group["use_muon"])
-    if dist.get_rank() == 0 and high:
-        for line in config.warnings():
-            log(line)
     return DSMuon(groups, config, routing)
 
 
@@ -235,6 +252,35 @@ def _configure_zero_optimizer(original: Callable[..., Any], engine: Any, optimiz
     if dist.get_rank() == 0:
         log(zero_optimizer.plan.summary(), logging.INFO)
     return zero_optimizer
+
+
+def _scheduler_from_config(original: Callable[..., Any], engine: Any, optimizer: Any) -> Any:
+    """Build on DSMuon itself: torch's schedulers, and DeepSpeed's ``OneCycle``, do not take a ZeRO optimizer."""
+    return original(dsmuon_in(optimizer) or optimizer)
+
+
+def _configure_lr_scheduler(original: Callable[..., None], engine: Any) -> None:
+    """Let every rank stop where a scheduler is refused on one, and warn of rates that are far off."""
+    optimizer = engine.basic_optimizer
+    if not isinstance(optimizer, DSMuon):
+        return original()
+    error: Exception | None = None
+    try:
+        original()
+        driven = getattr(engine.lr_scheduler, "optimizer", optimizer)
+        if getattr(driven, "param_groups", optimizer.param_groups) is not optimizer.param_groups:
+            raise DSMuonRefusal(
+                f"lr_scheduler = a {type(engine.lr_scheduler).__name__} of another optimizer, a "
+                f"{type(driven).__name__}, would change no rate of DSMuon's; pass a function that builds one, such as "
+                "lr_scheduler=lambda optimizer: LambdaLR(optimizer, ...)"
+            )
+    except Exception as caught:  # whatever it is, no rank may be left waiting
+        error = caught
+    raise_together(error)
+    if dist.get_rank() == 0:
+        reached = highest_rates(engine.lr_scheduler, optimizer)
+        for line in far_off(reached, optimizer.configured_rates, optimizer.config):
+            log(line)
 
 
 # ---- preparation ----------------------------------------------------------------------------------------------------

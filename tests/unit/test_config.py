@@ -318,18 +318,6 @@ def test_the_section_may_be_called_otherwise():
         DSMuonConfig.parse({"lr": -1}, where="param_groups[2]")
 
 
-def test_adamw_on_a_muon_rate_is_warned_about():
-    (text,) = DSMuonConfig.parse({"lr": 0.02}).warnings()
-    assert "0.02" in text and '"adam_lr"' in text and "3e-4" in text and '"muon_lr"' in text
-    assert len(DSMuonConfig.parse({}).warnings()) == 1
-    assert len(DSMuonConfig.parse({"lr": 0.0051, "muon_lr": 0.02}).warnings()) == 1
-
-
-@pytest.mark.parametrize("params", [{"lr": 5e-3}, {"lr": 0.02, "adam_lr": 3e-4}, {"lr": 0.02, "adam_lr": 0.02}])
-def test_no_warning_when_the_rate_is_small_or_chosen(params):
-    assert DSMuonConfig.parse(params).warnings() == []
-
-
 def test_config_and_routing_know_nothing_of_deepspeed():
     # Loaded from their files: the package itself registers with DeepSpeed on import.
     script = """

@@ -135,15 +135,27 @@ def shown(model: type[nn.Module], config: dict[str, Any]) -> tuple[list[str], li
 
 
 @pytest.mark.ranks
-def test_rank_0_shows_a_line_per_half_at_any_log_level_and_warns_of_a_large_adamw_rate() -> None:
-    config = ds_config()
-    config["optimizer"]["params"] = {"lr": 0.02}
+@pytest.mark.parametrize(
+    ("params", "top", "expected"),
+    [
+        ({"lr": 0.02}, None, ("0.02", "adam_lr")),
+        # What Hugging Face's Trainer fills in by default, and a schedule that goes beyond what is configured.
+        ({"lr": 5e-5}, None, ("5e-05", "match_rms_adamw", "muon_lr")),
+        ({"lr": 0.01, "muon_lr": 0.02, "adam_lr": 3e-4}, 0.25, ("0.0075", "adam_lr")),
+        ({"lr": 0.01, "muon_lr": 0.02, "adam_lr": 3e-4}, 2.5e-5, ("5e-05", "match_rms_adamw", "muon_lr")),
+    ],
+)
+def test_rank_0_shows_a_line_per_half_at_any_log_level_and_warns_of_a_rate_that_is_far_off(
+    params: dict[str, float], top: float | None, expected: tuple[str, ...]
+) -> None:
+    config = ds_config(scheduler=top and {"type": "WarmupLR", "params": {"warmup_max_lr": top}})
+    config["optimizer"]["params"] = params
     (lines, warnings), others = run_ranks(2, shown, Block, config)
     assert lines == [
         "[ds_muon] Muon: 3 matrices, 11,520 elements (73.8 %)",
         "[ds_muon] AdamW: 6 tensors, 4,080 elements (26.2 %)",
     ]
-    assert any("0.02" in w and "adam_lr" in w for w in warnings)
+    assert len(warnings) == 1 and all(part in warnings[0] for part in expected)
     assert others == ([], [])
 
 
