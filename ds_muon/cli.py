@@ -30,7 +30,7 @@ from ds_muon.verify.engine_view import CannotVerify
 from ds_muon.verify.inject import FAULTS
 from ds_muon.verify.outcome import COULD_NOT_RUN, Outcome, exit_code, load, save
 from ds_muon.verify.record import VerifyResult
-from ds_muon.verify.session import ALL_FAULTS, Task, read_config
+from ds_muon.verify.session import ALL_FAULTS, Task, optimizer_type, read_config
 from ds_muon.verify.subject import parse_spec
 
 VERIFY = """\
@@ -131,7 +131,9 @@ def check_verify_options(options: argparse.Namespace) -> Task:
         raise CannotVerify(f"--report needs matplotlib: {how_to_install('plot')}")
     if options.model is not None:
         parse_spec(options.model)
-    return Task(read_config(options.config), options.steps, options.model, options.seed, options.inject)
+    config = read_config(options.config)
+    optimizer_type(config)
+    return Task(config, options.steps, options.model, options.seed, options.inject)
 
 
 def check_outputs(options: argparse.Namespace) -> None:

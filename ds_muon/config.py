@@ -1,7 +1,7 @@
 """The optimizer section of ``ds_config.json`` as one validated, frozen model.
 
 Nothing is coerced: a string is not a number, an explicit 0 stays 0, and a key that has no effect is refused instead of
-ignored. ``DSMuonConfig.parse`` reports every problem of a section at once.
+ignored. ``DSMuonConfig.parse`` reports every problem of a section at once, whatever is in it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from ds_muon.orthogonalize import COEFFICIENTS, NewtonSchulz
 from ds_muon.orthogonalize.coefficients import LARGEST
+from ds_muon.say import printable
 
 # "auto" is a choice of the user's here; anywhere else it is a blank that a trainer was to fill in.
 AUTO_IS_A_CHOICE = ("ns_dtype", "ns_backend")
@@ -46,6 +47,7 @@ PROBLEMS = {
     "literal_error": "is not one of the choices",
     "string_too_short": "is empty",
     "string_type": "is not a string",
+    "string_unicode": "holds half of a surrogate pair, which is no text",
     "tuple_type": "is not a list",
 }
 
@@ -54,6 +56,11 @@ Pattern = Annotated[str, Field(min_length=1)]
 _PATTERNS = 'a list of glob patterns on parameter names, such as ["*.router.weight"]'
 _RATE = "a number >= 0, such as "
 _LIKE_SHARED = ", or leave the key out to use the shared value"
+# Numbers are used in fp32. What is positive and less than this is 0 there.
+_LEAST = 2.0**-149
+# By the one check on two keys.
+_CHECKED_TOGETHER = ("ns_steps", "ns_coefficients")
+_LONGEST_VALUE = 500
 
 
 class DSMuonConfigError(ValueError):
@@ -115,12 +122,37 @@ class DSMuonConfig(BaseModel):
         Raises:
             DSMuonConfigError: one line "WHERE.KEY = VALUE: what is wrong; what to set instead" per problem.
         """
+        config, problems = cls.read(params, where=where)
+        if problems:
+            raise DSMuonConfigError("\n".join(problems))
+        return config
+
+    @classmethod
+    def read(cls, params: Any, *, where: str = "optimizer.params") -> tuple[DSMuonConfig, list[str]]:
+        """The config of the keys that are right, and the lines of ``parse`` for the others.
+
+        Args:
+            params: as for ``parse``, but anything; not modified.
+            where: as for ``parse``.
+        """
         if not isinstance(params, Mapping):
-            raise DSMuonConfigError(f"{where} = {_show(params)}: is not a JSON object; set one, such as {{}}")
-        try:
-            return cls.model_validate(dict(params))
-        except ValidationError as error:
-            raise DSMuonConfigError("\n".join(_line(where, details) for details in error.errors())) from None
+            return cls.model_validate({}), [f"{where} = {show(params)}: is not a JSON object; set one, such as {{}}"]
+        known = {key: value for key, value in params.items() if isinstance(key, str) and key in cls.model_fields}
+        # Not by pydantic, which cannot name a key with half of a surrogate pair.
+        unknown = [
+            f"{where}.{printable(str(key))} = {show(value)}: {_explain_unknown(str(key))}"
+            for key, value in params.items()
+            if key not in known
+        ]
+        problems: list[str] = []
+        while True:
+            try:
+                return cls.model_validate(known), problems + unknown
+            except ValidationError as error:
+                # What is wrong only because of a key that was left out is not the user's mistake.
+                problems = problems or [_line(where, details) for details in error.errors()]
+                wrong = {key for details in error.errors() for key in details["loc"][:1] or _CHECKED_TOGETHER}
+                known = {key: value for key, value in known.items() if key not in wrong}
 
     @property
     def resolved_muon_lr(self) -> float:
@@ -158,7 +190,7 @@ class DSMuonConfig(BaseModel):
     @classmethod
     def _list_to_tuple(cls, value: Any, info: ValidationInfo) -> Any:
         if isinstance(value, str) and info.field_name != "betas":
-            raise _problem(f"is a string, not a list; set [{json.dumps(value)}]")
+            raise _problem(f"is a string, not a list; set [{show(value)}]")
         value = tuple(value) if isinstance(value, list) else value
         if info.field_name == "betas" and isinstance(value, tuple) and len(value) != 2:
             raise _problem(f"has {len(value)} entries; {_remedy('betas')}")
@@ -195,6 +227,14 @@ class DSMuonConfig(BaseModel):
             )
         return value
 
+    @field_validator("*")
+    @classmethod
+    def _is_what_it_is_in_fp32(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, float) and (value > LARGEST or 0 < value < _LEAST):
+            becomes = "infinite" if value > LARGEST else "0"
+            raise _problem(f"is {becomes} in fp32, in which it is used; {_remedy(str(info.field_name))}")
+        return value
+
     @field_validator("beta2")
     @classmethod
     def _beta2_means_something(cls, value: float, info: ValidationInfo) -> float:
@@ -227,19 +267,17 @@ def _remedy(key: str) -> str:
 
 def _line(where: str, details: ErrorDetails) -> str:
     location, value = details["loc"], details["input"]
-    if not location:  # the one check on two keys
+    if not location:
         location, value = ("ns_steps",), value.get("ns_steps", DSMuonConfig.model_fields["ns_steps"].default)
     key = str(location[0]) + "".join(f"[{index}]" for index in location[1:])
-    return f"{where}.{key} = {_show(value)}: {_explain(str(location[0]), details)}"
+    return f"{where}.{key} = {show(value)}: {_explain(str(location[0]), details)}"
 
 
 def _explain(key: str, details: ErrorDetails) -> str:
     kind, value = details["type"], details["input"]
     if kind == "ds_muon":
         return details["msg"]
-    if key not in DSMuonConfig.model_fields:
-        return _explain_unknown(key)
-    if kind in ("float_type", "int_type") and isinstance(value, str) and _reads_as_number(value):
+    if kind in ("float_type", "int_type") and isinstance(value, str) and len(value) < 40 and _reads_as_number(value):
         return f"is a string, not a number; set {value.strip()} without quotes"
     problem = PROBLEMS.get(kind, details["msg"])
     if value is None:
@@ -264,9 +302,13 @@ def _reads_as_number(text: str) -> bool:
     return True
 
 
-def _show(value: Any) -> str:
-    """As it stands in the JSON file, where it can."""
+def show(value: Any) -> str:
+    """As it stands in the JSON file, where it can, on one line that anything can print; what is long is cut."""
     try:
-        return json.dumps(value)
-    except (TypeError, ValueError):
-        return repr(value)
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        try:
+            text = printable(repr(value))
+        except Exception:  # nested too deep, an integer of more digits than Python writes, or an object's own
+            text = f"<{type(value).__name__}>"
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."

@@ -1,4 +1,4 @@
-"""Agreement between ranks: what one rank finds, all ranks act on. Whether a step is applied, and what is said of it."""
+"""What all ranks find of a step: whether it is applied, and what is said of it."""
 
 from __future__ import annotations
 
@@ -8,35 +8,15 @@ import shlex
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_muon.agree import gather as gather
+from ds_muon.agree import raise_together as raise_together
 from ds_muon.capture import NanCapture
-from ds_muon.passes import sum_of_squares
 from ds_muon.say import log, printable
-
-T = TypeVar("T")
-
-
-def raise_together(error: Exception | None, process_group: dist.ProcessGroup | None = None) -> None:
-    """Raise on every rank of the group if any rank brings an error, so that none is left waiting in a collective.
-
-    A rank raises its own error where it has one, otherwise a ``RuntimeError`` that quotes the first rank that does.
-    A collective: every rank of the group must call it. Blocks the host.
-    """
-    if not dist.is_initialized() or dist.get_world_size(process_group) == 1:
-        if error is not None:
-            raise error
-        return
-    messages = gather(None if error is None else f"{type(error).__name__}: {error}", process_group)
-    if error is not None:
-        raise error
-    for rank, message in enumerate(messages):
-        if message is not None:
-            raise RuntimeError(f"rank {rank} stopped, and this rank with it. {message}")
 
 
 class NonFiniteUpdate(RuntimeError):
@@ -82,6 +62,24 @@ def _say_how_many(tally: dict[str, int]) -> None:
 
 # What a rank has to say of a step's updates; of all ranks, the largest holds.
 FINITE, NOT_FINITE, CAPTURED = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the gradients say of a step, on the device; the same on every rank.
+
+    Attributes:
+        squares: (groups,) fp64, sum of squares of each group's gradient over all ranks.
+        may_move: bool scalar: whether the gradients are finite and AdamW's no spike. Muon's do no harm, however large.
+        moves: for each Muon group (matrices,) bool: whether each of them moves, as it does unless its gradient is zero
+            everywhere, or the step is skipped.
+        known: what the host is to learn of this.
+    """
+
+    squares: Tensor
+    may_move: Tensor
+    moves: tuple[Tensor, ...]
+    known: OnTheirWay
 
 
 @dataclass(frozen=True)
@@ -161,58 +159,47 @@ class StepGuard:
         self._threshold = threshold
         self._process_group = process_group
 
-    def measure(self, gradients: Sequence[Tensor], stop: bool) -> Tensor:
-        """Sums over all ranks, in fp64 on the device. A collective; the host does not wait.
+    def measure(self, muon: Sequence[Tensor], adamw: Sequence[Tensor], stop: bool) -> Verdict:
+        """Bring the sums of squares of all ranks together. A collective; the host does not wait.
 
         Args:
-            gradients: this rank's flat fp32 partition of each group; not modified.
+            muon: for each Muon group, (matrices,) fp64: this rank's part of the sum of squares of each one's gradient.
+            adamw: for each AdamW group, an fp64 scalar: this rank's part of that of the whole group.
             stop: whether this rank wants to stop for what it captured in the step before.
-
-        Returns:
-            (groups + 1,): sum of squares of each group's gradient, and the number of ranks that ask to stop.
         """
-        sums = [sum_of_squares(gradient) for gradient in gradients]
         asks = stop and self._nan_guard == "off"  # otherwise all ranks have stopped in that step
-        measures = torch.stack([*sums, torch.full_like(sums[0], float(asks))])
-        dist.all_reduce(measures, group=self._process_group)
-        return measures
-
-    def may_move(self, squares: Tensor, squares_of_adamw: Tensor) -> Tensor:
-        """Whether the gradients are finite and AdamW's no spike: a bool scalar on the device, the same on every rank.
-
-        Muon's gradients do no harm, however large they are.
-        """
+        counts = [*(len(sums) for sums in muon), *(1 for _ in adamw), 1]
+        everything = [*muon, *(total.view(1) for total in adamw)]
+        sums = torch.cat([*everything, everything[0].new_full((1,), float(asks))])
+        dist.all_reduce(sums, group=self._process_group)
+        by_group = torch.split(sums, counts)
+        # Of each group, and the number of ranks that ask to stop.
+        totals = torch.stack([of_group.sum() for of_group in by_group])
+        squares = totals[:-1]
         may_move = squares.sum().isfinite()
         if self._threshold is not None:
-            may_move &= squares_of_adamw.sum().sqrt() <= self._threshold
-        return may_move
+            may_move &= squares[len(muon) :].sum().sqrt() <= self._threshold
+        # With the guard on the numbers wait for its byte, and travel with it.
+        known = OnTheirWay(torch.cat([totals, may_move.double().view(1)]), early=self._nan_guard == "off")
+        moves = tuple(of_group.ne(0) & may_move for of_group in by_group[: len(muon)])
+        return Verdict(squares, may_move, moves, known)
 
-    def report(self, measures: Tensor, may_move: Tensor) -> OnTheirWay:
-        """Start to bring to the host what is known before anything is staged. The host does not wait.
-
-        Args:
-            measures: from ``measure``.
-            may_move: from ``may_move``.
-        """
-        # With the guard on they wait for its byte, and travel with it.
-        return OnTheirWay(torch.cat([measures, may_move.double().view(1)]), early=self._nan_guard == "off")
-
-    def wait_for_findings(self, known: OnTheirWay, updates: Sequence[Tensor], captured: bool) -> Findings:
+    def decide(self, verdict: Verdict, updates: Sequence[Tensor], captured: bool) -> Findings:
         """Agree with all ranks on what was staged: a collective, and the only time in a step that the host waits.
 
         With ``nan_guard`` "off" it waits for the gradients' norms only, while the updates may still be in the making.
 
         Args:
-            known: from ``report``.
+            verdict: on the gradients.
             updates: this rank's flat partition of each Muon group's update; not modified.
             captured: whether this rank wants to stop for what it captured in this step.
         """
         found = float(FINITE)
         if self._nan_guard == "off":
-            *squares, stop, may = known.wait()
+            *squares, stop, may = verdict.known.wait()
         else:
             byte = agree_on_updates(updates, captured, self._process_group)
-            *squares, stop, may, found = torch.cat([known.numbers, byte.double()]).tolist()
+            *squares, stop, may, found = torch.cat([verdict.known.numbers, byte.double()]).tolist()
         return Findings(squares, bool(may), int(found), bool(stop))
 
     def explain(
@@ -299,10 +286,3 @@ def agree_on_updates(partitions: Sequence[Tensor], captured: bool, process_group
         byte.fill_(CAPTURED)
     dist.all_reduce(byte, op=dist.ReduceOp.MAX, group=process_group)
     return byte
-
-
-def gather(value: T, process_group: dist.ProcessGroup | None) -> list[T]:
-    """What every rank brings, in order of rank. A collective; blocks the host."""
-    values: list[Any] = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(values, value, group=process_group)
-    return values

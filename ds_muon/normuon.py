@@ -1,4 +1,7 @@
-"""NorMuon's second moments: one number per row of every matrix, the same on every rank."""
+"""NorMuon's second moments: one number per row of every matrix, the same on every rank.
+
+Rows are outputs: of a matrix that is stored in x out, its columns.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_muon.partition import Layout
 from ds_muon.update import advance_row_variance
 
 
@@ -20,48 +24,66 @@ class RowVariance:
 
     Args:
         rows: name and number of rows of every matrix of the group, in the group's order.
+        plan_order: the same names in the order of the plan's matrices.
         beta2: weight of the past.
         process_group: the ranks that share the group.
     """
 
-    def __init__(self, rows: Sequence[tuple[str, int]], beta2: float, process_group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        rows: Sequence[tuple[str, int]],
+        plan_order: Sequence[str],
+        beta2: float,
+        process_group: dist.ProcessGroup | None,
+    ) -> None:
         self._beta2 = beta2
         self._process_group = process_group
-        self._staged = torch.empty(0)
+        self._staged = torch.empty(0, dtype=torch.float32, device="cpu")
+        self._moves = torch.empty(0, dtype=torch.bool, device="cpu")
         self._where: dict[tuple[str, ...], Tensor] = {}
         self._rows: dict[str, tuple[int, int]] = {}
+        place = {name: index for index, name in enumerate(plan_order)}
+        places = torch.tensor([place[name] for name, _ in rows], device="cpu")
+        counts = torch.tensor([count for _, count in rows], device="cpu")
+        # (rows, 1): of each row, the place of its matrix in the plan.
+        self._matrices = torch.repeat_interleave(places, counts).unsqueeze(1)
         start = 0
         for name, count in rows:
             self._rows[name] = (start, count)
             start += count
 
-    def begin(self, variance: Tensor) -> None:
+    def begin(self, variance: Tensor, moves: Tensor) -> None:
         """Stage zeros, so that a sum over ranks brings together what each one stages.
 
         Args:
             variance: (rows, 1) fp32, the current moments of the group; not modified.
+            moves: bool, whether each of the plan's matrices moves; the rows of one that does not keep their moments.
         """
         if self._staged.shape != variance.shape or self._staged.device != variance.device:
             self._staged = torch.empty_like(variance)
+            self._matrices = self._matrices.to(variance.device)
         self._staged.zero_()
+        self._moves = moves[self._matrices]
 
     def of(self, variance: Tensor, name: str) -> Tensor:
         """The (rows,) moments of one matrix, a view of the group's (rows, 1)."""
         return variance.view(-1).narrow(0, *self._rows[name])
 
-    def factors(self, variance: Tensor, names: Sequence[str], orthogonal: Tensor) -> Tensor:
+    def factors(self, variance: Tensor, names: Sequence[str], orthogonal: Tensor, layout: Layout) -> Tensor:
         """Stage the moments of some matrices and return the factor of each row.
 
         Args:
             variance: (rows, 1) fp32, the current moments of the group; not modified.
-            names: the matrices, all of one shape.
-            orthogonal: (len(names), rows, cols), any float dtype; not modified.
+            names: the matrices, all of one shape and layout.
+            orthogonal: (len(names), rows, cols) as they are stored, any float dtype; not modified.
+            layout: of the matrices.
 
         Returns:
-            (len(names), rows, 1) fp32.
+            See ``advance_row_variance``.
         """
         where = self._indices(tuple(names), variance.device)
-        advanced, factors = advance_row_variance(orthogonal, variance.view(-1)[where], beta2=self._beta2)
+        moments = variance.view(-1)[where]
+        advanced, factors = advance_row_variance(orthogonal, moments, beta2=self._beta2, layout=layout)
         self._staged.view(-1)[where] = advanced
         return factors
 
@@ -70,13 +92,13 @@ class RowVariance:
         dist.all_reduce(self._staged, group=self._process_group)
 
     def commit(self, variance: Tensor) -> None:
-        """Overwrite the current moments with the staged ones."""
-        variance.copy_(self._staged)
+        """Overwrite the current moments with the staged ones, of what moves."""
+        torch.where(self._moves, self._staged, variance, out=variance)
 
     def _indices(self, names: tuple[str, ...], device: torch.device) -> Tensor:
         """Where the rows of some matrices lie: (len(names), rows) int64. Kept, for the same batches come every step."""
         if names not in self._where:
             starts = torch.tensor([self._rows[name][0] for name in names], device="cpu")
-            rows = torch.arange(self._rows[names[0]][1])
+            rows = torch.arange(self._rows[names[0]][1], device="cpu")
             self._where[names] = (starts[:, None] + rows).to(device)
         return self._where[names]

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from ds_muon.checkpoint import WEIGHTS_ONLY
 from ds_muon.config import DSMuonConfig
 from ds_muon.learning_rates import GroupRate
 from ds_muon.param_groups import GROUP_KEYS
-from ds_muon.passes import advance_momentum_, apply_update_
+from ds_muon.passes import Where, advance_momentum_, apply_update_
 from ds_muon.routing import Routing
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -47,6 +48,7 @@ class DSMuon(Optimizer):
             GroupRate(group["lr"], group["use_muon"], group.get("user_group", 0)) for group in self.param_groups
         )
         self._adamw: torch.optim.AdamW | None = None
+        self._where: dict[int, Where] = {}
 
     @property
     def adamw_groups(self) -> list[dict[str, Any]]:
@@ -56,7 +58,7 @@ class DSMuon(Optimizer):
         """Allocate all state as zeros, once the groups hold their flat partitions.
 
         Args:
-            rows: of all matrices together, per Muon group.
+            rows: of all matrices together, counted as outputs, per Muon group.
 
         ZeRO links state tensors to model parameters only once, so they must exist before the first step and be
         written in place ever after.
@@ -68,7 +70,7 @@ class DSMuon(Optimizer):
                     self.state[p] = {"momentum_buffer": torch.zeros_like(p, dtype=dtype, requires_grad=False)}
                     if self.config.variant == "normuon":
                         # A column: ZeRO takes state of the flat partition's own shape for a piece of the parameters.
-                        self.state[p]["row_variance"] = torch.zeros((rows[i], 1), device=p.device)
+                        self.state[p]["row_variance"] = torch.zeros((rows[i], 1), dtype=torch.float32, device=p.device)
                 else:
                     self.state[p] = {
                         "step": torch.zeros((), dtype=torch.float32, device=p.device),
@@ -98,14 +100,15 @@ class DSMuon(Optimizer):
         variance: Tensor | None = self.state[p].get("row_variance")
         return variance
 
-    def advance_momentum_(self, group_index: int, gradient: Tensor, where: Tensor) -> None:
+    def advance_momentum_(self, group_index: int, gradient: Tensor, where: Where) -> None:
         """Move the momentum of a Muon group by one averaged, unscaled gradient and turn the gradient into U in place.
 
         Args:
             group_index: a Muon group.
             gradient: (partition_size,) fp32; overwritten.
-            where: bool scalar on the device: whether the momentum may move.
+            where: which of the partition's matrices move, in momentum now and in weight in ``step``.
         """
+        self._where[group_index] = where
         group = self.param_groups[group_index]
         momentum_buffer, momentum, nesterov = self.momentum_buffer(group_index), group["momentum"], group["nesterov"]
         advance_momentum_(gradient, momentum_buffer, momentum=momentum, nesterov=nesterov, where=where)
@@ -114,18 +117,20 @@ class DSMuon(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Apply what has been staged in ``.grad``: the update ``s O`` of Muon groups, the gradient of AdamW groups.
 
-        Moves every group that has a ``.grad``; the ``.grad`` of Muon groups is used up.
+        Moves every group that has a ``.grad``, of Muon's the matrices that move. The ``.grad`` of Muon groups is used
+        up.
 
         Raises:
             ValueError: a closure was given.
         """
         if closure is not None:
             raise ValueError("DSMuon.step takes no closure: its gradients come from the ZeRO optimizer")
-        for group in self.param_groups:
+        for i, group in enumerate(self.param_groups):
             if group["use_muon"]:
+                lr, weight_decay, where = group["lr"], group["weight_decay"], self._where.pop(i, None)
                 for p in group["params"]:
                     if p.grad is not None:
-                        apply_update_(p, p.grad, lr=group["lr"], weight_decay=group["weight_decay"])
+                        apply_update_(p, p.grad, lr=lr, weight_decay=weight_decay, where=where)
         if self._adamw is not None:
             # A trainer may have given this optimizer new lists since the last step; the dicts in them are shared.
             self._adamw.param_groups, self._adamw.state = self.adamw_groups, self.state
@@ -164,10 +169,7 @@ class DSMuon(Optimizer):
             difference = next(_differences(saved, ours), None)
         if difference is None:
             return None
-        return ValueError(
-            f"the checkpoint was saved by another optimizer or variant: {difference}. "
-            "Load it with load_optimizer_states=False"
-        )
+        return ValueError(f"the checkpoint was saved by another optimizer or variant: {difference}. {WEIGHTS_ONLY}")
 
 
 _Saved = Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
@@ -178,6 +180,9 @@ def _differences(saved: _Saved, ours: _Saved) -> Iterator[str]:
     if len(saved) != len(ours):
         yield f"it has {len(saved)} param groups, this optimizer has {len(ours)}"
     for (saved_group, theirs), (group, mine) in zip(saved, ours, strict=False):
+        if group["use_muon"] and ("row_variance" in theirs) != ("row_variance" in mine):
+            names = ['"normuon"' if "row_variance" in state else '"muon"' for state in (theirs, mine)]
+            yield f"its variant is {names[0]}, this optimizer's {names[1]}; set optimizer.params.variant to {names[0]}"
         if theirs.keys() != mine.keys():
             yield f"its state has {sorted(theirs)}, this optimizer's has {sorted(mine)}"
         for key in theirs.keys() & mine.keys():

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ds_muon.config import DSMuonConfig
+from ds_muon.config import DSMuonConfig, DSMuonConfigError
+from ds_muon.orthogonalize.coefficients import LARGEST
 from ds_muon.routing import Half, Routing, RoutingError, check_matches, first_match
 
 # What a param group may set for itself; the other keys of the config hold for the whole optimizer.
@@ -38,7 +39,7 @@ def split_param_groups(
     Raises:
         RoutingError: tensors given twice or not in the model, malformed or contradictory groups, no Muon matrix left,
             a pattern of ``no_decay_params`` without a match.
-        DSMuonConfigError: a group's own value is out of range.
+        DSMuonConfigError: a group's own value is out of range, or a group's lr times weight_decay is.
     """
     check_matches("no_decay_params", config.no_decay_params, [name for r in routing.routes for name in r.names])
     decided = {route.name: route.half for route in routing.routes}
@@ -76,7 +77,17 @@ def split_param_groups(
             "the parameters given to deepspeed.initialize hold no trainable matrix for Muon; use AdamW, or pass some "
             f"of the model's, such as {', '.join(route.name for route in routing.of_half('muon')[:3])}"
         )
+    _check_products(split["muon"] + split["adamw"])
     return split["muon"] + split["adamw"]
+
+
+def _check_products(groups: Iterable[Mapping[str, Any]]) -> None:
+    for group in groups:
+        if group["lr"] * group["weight_decay"] > LARGEST:
+            raise DSMuonConfigError(
+                f"param group {group['name']!r} has lr = {group['lr']:g} and weight_decay = {group['weight_decay']:g}, "
+                "whose product, the share of a weight that decays in a step, is infinite in fp32; set smaller ones"
+            )
 
 
 def _defaults(config: DSMuonConfig) -> dict[Half, dict[str, Any]]:

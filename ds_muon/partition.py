@@ -9,8 +9,10 @@ Nothing here communicates, so a plan can be made, printed and tested for world s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, TypeAlias
 
 from ds_muon.owners import RATES, Rates, Work, choose_owners, least_loaded_holders
 
@@ -21,6 +23,12 @@ _ALIGNMENT_BYTES = 16
 
 ELEMENT_BYTES = 6
 """Of an element that travels, both ways together: U goes out in fp32, O comes back in half precision."""
+
+
+Layout: TypeAlias = Literal["out_in", "in_out"]
+"""What the rows of a matrix are: its outputs, as in nn.Linear, or its inputs, as in transformers' Conv1D."""
+
+_OUT_IN: Mapping[str, Layout] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -57,13 +65,22 @@ class Slice:
 
 @dataclass(frozen=True)
 class Matrix:
-    """One (rows, cols) matrix, its slices in order of rank, and the rank that orthogonalizes it, holder or not."""
+    """One (rows, cols) matrix, its slices in order of rank, and the rank that orthogonalizes it, holder or not.
+
+    Rows and columns are those of the weight as it is stored; ``layout`` says what they are.
+    """
 
     name: str
     rows: int
     cols: int
     slices: tuple[Slice, ...]
     owner: int
+    layout: Layout = "out_in"
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Numbers of outputs and of inputs, however they are stored."""
+        return out_and_in(self.rows, self.cols, self.layout)
 
     @property
     def straddles(self) -> bool:
@@ -184,6 +201,11 @@ class Plan:
         )
 
 
+def out_and_in(rows: int, cols: int, layout: Layout) -> tuple[int, int]:
+    """Numbers of outputs and of inputs of a matrix that is stored as (rows, cols)."""
+    return (rows, cols) if layout == "out_in" else (cols, rows)
+
+
 def flat_layout(
     numels: Sequence[int],
     world_size: int,
@@ -239,6 +261,7 @@ def make_plan(
     *,
     rates: Rates | None = RATES,
     element_bytes: int = ELEMENT_BYTES,
+    stored: Mapping[str, Layout] = _OUT_IN,
 ) -> Plan:
     """Cut every matrix and give it an owner.
 
@@ -250,6 +273,7 @@ def make_plan(
         rates: of the model by which owners are chosen, counting what each rank has to do in all groups; see ``owners``.
             None: owners are holders, the least loaded ones, whatever travels.
         element_bytes: of an element that travels, both ways together.
+        stored: how matrices lie in memory, by name; "out_in" where nothing is said.
     """
     cuts = [
         [(*group[index], cut(offset, math.prod(group[index][1]), layout.partition_size)) for index, offset in placed]
@@ -274,7 +298,10 @@ def make_plan(
             GroupPlan(
                 world_size,
                 layout.partition_size,
-                tuple(Matrix(name, *shape, slices, next(remaining)) for name, shape, slices in group_cuts),
+                tuple(
+                    Matrix(name, *shape, slices, next(remaining), stored.get(name, "out_in"))
+                    for name, shape, slices in group_cuts
+                ),
             )
             for layout, group_cuts in zip(layouts, cuts, strict=True)
         ),

@@ -1,8 +1,9 @@
-"""What DSMuon refuses in a DeepSpeed config, and what to set instead."""
+"""What DSMuon refuses in a DeepSpeed config, and what to set instead; and what of it may differ between ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +13,36 @@ from torch import nn
 SUPPORTED_DEEPSPEED = "0.19.8"
 
 
+# Sections and keys at the top of a config that change nothing of the training, so that each rank may have its own.
+MAY_DIFFER = {
+    # what only rank 0 writes
+    "tensorboard": "where a monitor writes",
+    "wandb": "where a monitor writes",
+    "comet": "where a monitor writes",
+    "csv_monitor": "where a monitor writes",
+    # what a rank measures of itself, and prints
+    "comms_logger": "a log of the rank's own communication",
+    "flops_profiler": "a profile of the rank's own model",
+    "wall_clock_breakdown": "timers of the rank's own",
+    "memory_breakdown": "a log of the rank's own memory",
+    "steps_per_print": "how often progress is printed",
+    "dump_state": "whether the config is printed",
+    "log_level": "what is printed",
+    # what belongs to the machine
+    "aio": "how a machine reads and writes its disks",
+    "local_rank": "the rank's place on its machine",
+}
+# At any depth: where a machine keeps a file, and how it is reached.
+_OF_THE_MACHINE = re.compile(r"(.*_)?(paths?|dirs?|folders?|files?|ports?|hosts?|hostname|hostfile|addr|address|url)")
+
+
 class DSMuonRefusal(ValueError):
     """A DeepSpeed config or model that DSMuon cannot train correctly. Lists every reason."""
+
+
+def may_differ(place: Sequence[str]) -> bool:
+    """Whether ranks may read a DeepSpeed config with other values in this place, given by the keys that lead to it."""
+    return place[0] in MAY_DIFFER or any(map(_OF_THE_MACHINE.fullmatch, place))
 
 
 def config_refusals(config: Any, mesh_device: Any) -> list[str]:

@@ -1,6 +1,6 @@
 """Binds DSMuon to DeepSpeed's engine: the only module that changes anything of DeepSpeed's or torch's.
 
-Seven methods of ``DeepSpeedEngine`` are wrapped, and the constructors of the schedulers that take one number for all
+Nine methods of ``DeepSpeedEngine`` are wrapped, and the constructors of the schedulers that take one number for all
 param groups. Each wrapper does its part for an engine whose optimizer type is DSMuon, or for a scheduler of DSMuon, and
 for any other does what DeepSpeed or torch does.
 """
@@ -8,11 +8,9 @@ for any other does what DeepSpeed or torch does.
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
-import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,24 +18,29 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from torch import nn
 from torch.optim import lr_scheduler as torch_schedulers
 
-from ds_muon.config import DSMuonConfig
-from ds_muon.guard import gather, raise_together
+from ds_muon.agree import RollCall, agree, gather, raise_together
+from ds_muon.checkpoint import check_before_loading
+from ds_muon.config import DSMuonConfig, DSMuonConfigError
 from ds_muon.learning_rates import DEEPSPEED_SCHEDULES, TORCH_SCHEDULES, far_off
 from ds_muon.optimizer import DSMuon
-from ds_muon.param_groups import GROUP_KEYS, split_param_groups
-from ds_muon.refusals import SUPPORTED_DEEPSPEED, DSMuonRefusal, config_refusals, model_refusals
-from ds_muon.routing import Routing, route
+from ds_muon.param_groups import split_param_groups
+from ds_muon.refusals import SUPPORTED_DEEPSPEED, DSMuonRefusal, config_refusals, may_differ, model_refusals
+from ds_muon.routing import Routing, RoutingError, check_matches, route
 from ds_muon.say import log, say
 from ds_muon.schedulers import build, cycle_momentum, dsmuon_in, highest_rates
 from ds_muon.zero import MuonZeroOptimizer
 
 OPTIMIZER_TYPE = "DSMuon"
+
+_REFUSED = "DSMuon refuses this setup:"
+_roll_call = RollCall()
 
 # What this package binds to: methods of the engine and of the ZeRO optimizer, attributes that the latter's constructor
 # names, and names in DeepSpeed's modules.
@@ -49,6 +52,9 @@ _ENGINE_METHODS = (
     "_configure_zero_optimizer",
     "_scheduler_from_config",
     "_configure_lr_scheduler",
+    "_load_checkpoint",
+    "load_module_state_dict",
+    "_get_rank_zero_ckpt_name",
 )
 _ZERO_METHODS = (
     "initialize_optimizer_states",
@@ -90,7 +96,6 @@ _ZERO_ATTRIBUTES = (
     "micro_step_id",
     "param_names",
     "timers",
-    "_param_slice_mappings",
     "_hp_optimizer_states_linked",
 )
 _MODULE_NAMES = (
@@ -105,8 +110,8 @@ _MODULE_NAMES = (
             "OPTIMIZER_GRADIENTS_TIMER",
             "OPTIMIZER_STEP_TIMER",
             "OPTIMIZER_ALLGATHER_TIMER",
-            "PARAM_SLICE_MAPPINGS",
             "BASE_OPTIMIZER_STATE",
+            "PARTITION_COUNT",
         ),
     ),
 )
@@ -139,6 +144,8 @@ def register() -> None:
         _configure_zero_optimizer,
         _scheduler_from_config,
         _configure_lr_scheduler,
+        _load_checkpoint,
+        load_module_state_dict,
     ):
         _wrap(engine, wrapper.__name__, wrapper)
     for module, schedules in _SCHEDULES:
@@ -185,6 +192,12 @@ def _uses_dsmuon(engine: Any) -> bool:
     return isinstance(name, str) and name.lower() == OPTIMIZER_TYPE.lower()
 
 
+def _optimizer_of(engine: Any) -> str:
+    if engine.client_optimizer is not None:
+        return f"the optimizer that was passed to deepspeed.initialize ({type(engine.client_optimizer).__name__})"
+    return f"the optimizer {engine.optimizer_name()}" if engine.optimizer_name() else "no optimizer"
+
+
 # ---- the wrappers: `original` is DeepSpeed's method, bound to the engine --------------------------------------------
 
 
@@ -195,7 +208,10 @@ def _is_supported_optimizer(original: Callable[..., bool], engine: Any, optimize
 def _configure_distributed_model(original: Callable[..., None], engine: Any, model: nn.Module) -> None:
     """Refuse and route before the model is broadcast: the first point at which collectives are safe."""
     if _uses_dsmuon(engine):
+        _roll_call.wait_for_all()
         engine._ds_muon = _prepare(engine, model)
+    else:
+        _roll_call.pass_by(_optimizer_of(engine))
     original(model)
 
 
@@ -210,9 +226,10 @@ def _configure_basic_optimizer(original: Callable[..., Any], engine: Any, model_
     except Exception as caught:  # whatever it is, no rank may be left waiting
         error = caught
     raise_together(error)
-    _agree(
-        _facts(engine, groups),
-        "pass the same model_parameters, in the same order and with the same settings, and the same DeepSpeed config",
+    agree(
+        "param groups",
+        _as_facts(engine, groups),
+        "pass the same model_parameters, in the same order and with the same settings",
     )
     names = {id(p): name for name, p in engine.module.named_parameters()}
     routing = routing.given({names[id(p)] for group in groups for p in group["params"]})
@@ -249,6 +266,10 @@ def _configure_zero_optimizer(original: Callable[..., Any], engine: Any, optimiz
         zero_optimizer = original(optimizer)
     finally:
         deepspeed_engine.DeepSpeedZeroOptimizer = usual
+    if every := optimizer.config.verify_every:
+        from ds_muon.verify.in_training import TrainingCheck
+
+        zero_optimizer.training_check = TrainingCheck(zero_optimizer, engine.module, every)
     if dist.get_rank() == 0:
         log(zero_optimizer.plan.summary(), logging.INFO)
     return zero_optimizer
@@ -283,6 +304,27 @@ def _configure_lr_scheduler(original: Callable[..., None], engine: Any) -> None:
             log(line)
 
 
+def _load_checkpoint(original: Callable[..., Any], engine: Any, load_dir: str, tag: str, **options: Any) -> Any:
+    """Refuse a checkpoint that does not fit while the engine is as it was."""
+    with_optimizer = options.get("load_optimizer_states", True) and not options.get("load_module_only", False)
+    if with_optimizer and isinstance(engine.optimizer, MuonZeroOptimizer):
+        check_before_loading(engine, load_dir, tag)
+    return original(load_dir, tag, **options)
+
+
+def load_module_state_dict(
+    original: Callable[..., None], engine: Any, checkpoint: dict[str, Any], *args: Any, **kwargs: Any
+) -> None:
+    """Let weights be loaded that were trained when they were saved, and are frozen now.
+
+    From stage 2 on, DeepSpeed looks for every frozen parameter among those that were frozen then.
+    """
+    frozen = checkpoint.get(FROZEN_PARAM_FRAGMENTS)
+    if frozen is not None and isinstance(engine.optimizer, MuonZeroOptimizer):
+        checkpoint = {**checkpoint, FROZEN_PARAM_FRAGMENTS: {**checkpoint["module"], **frozen}}
+    original(checkpoint, *args, **kwargs)
+
+
 # ---- preparation ----------------------------------------------------------------------------------------------------
 
 
@@ -291,27 +333,19 @@ def _prepare(engine: Any, model: nn.Module) -> _Prepared:
     prepared: _Prepared | None = None
     error: Exception | None = None
     try:
-        if engine.client_optimizer is not None:
-            raise DSMuonRefusal(
-                'DSMuon was passed to deepspeed.initialize(optimizer=...); set "optimizer": {"type": "DSMuon"} in the '
-                "DeepSpeed config instead, so that it can see the model and the ZeRO settings"
-            )
-        refusals = config_refusals(engine._config, engine.mesh_device) + model_refusals(model, engine.mpu)
-        if refusals:
-            raise DSMuonRefusal("\n".join(["DSMuon refuses this setup:", *refusals]))
-        config = DSMuonConfig.parse(engine.optimizer_params() or {})
-        # Refuses a backend that cannot run.
-        newton_schulz = config.newton_schulz(torch.device(get_accelerator().current_device_name()))
-        routing = route(model, muon_params=config.muon_params, adamw_params=config.adamw_params)
-        prepared = _Prepared(config, routing, f"{newton_schulz.backend} in {newton_schulz.dtype}")
+        prepared = _read(engine, model)
     except Exception as caught:  # whatever it is, no rank may be left waiting
         error = caught
     raise_together(error)
     assert prepared is not None
-    _agree(
-        prepared.routing.digest(prepared.config.model_dump_json()),
-        "build the same model and read the same DeepSpeed config",
+    scheduler = type(engine.client_lr_scheduler).__name__
+    agree(
+        "settings",
+        {**engine._config._param_dict, "deepspeed.initialize(lr_scheduler=...)": scheduler},
+        "read the same DeepSpeed config",
+        may_differ,
     )
+    agree("parameters", _routes(prepared.routing), "build the same model")
     iterations = gather(prepared.iteration, None)
     for rank, iteration in enumerate(iterations):
         if iteration != iterations[0]:
@@ -322,20 +356,72 @@ def _prepare(engine: Any, model: nn.Module) -> _Prepared:
     return prepared
 
 
-def _facts(engine: Any, groups: list[dict[str, Any]]) -> bytes:
-    """SHA-256 of all that decides the layout and the step beside the routing: the groups and the ZeRO settings."""
-    names = {id(p): name for name, p in engine.module.named_parameters()}
-    keys = (*GROUP_KEYS, "use_muon", "name", "user_group")
-    facts = [([names[id(p)] for p in g["params"]], [repr((key, g.get(key))) for key in keys]) for g in groups]
-    settings = [engine.gradient_clipping(), engine._config.zero_config.model_dump_json(), repr(engine.get_data_types())]
-    return hashlib.sha256(json.dumps([facts, settings]).encode()).digest()
+def _read(engine: Any, model: nn.Module) -> _Prepared:
+    """What the config and the model come to on this rank.
 
-
-def _agree(digest: bytes, remedy: str) -> None:
-    """Raise on every rank if ranks bring different digests."""
-    digests = gather(digest, None)
-    if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
-        raise DSMuonRefusal(
-            f"ranks {others} have other parameters, routes, param groups or settings than rank 0; "
-            f"{remedy} on every rank"
+    Raises:
+        DSMuonRefusal, DSMuonConfigError, RoutingError or ValueError: everything that is wrong, at once.
+    """
+    problems: list[Exception] = []
+    if engine.client_optimizer is not None:
+        problems.append(
+            DSMuonRefusal(
+                'DSMuon was passed to deepspeed.initialize(optimizer=...); set "optimizer": {"type": "DSMuon"} in the '
+                "DeepSpeed config instead, so that it can see the model and the ZeRO settings"
+            )
         )
+    of_model = model_refusals(model, engine.mpu)
+    if refusals := config_refusals(engine._config, engine.mesh_device) + of_model:
+        problems.append(DSMuonRefusal("\n".join([_REFUSED, *refusals])))
+    params = {} if engine.optimizer_params() is None else engine.optimizer_params()
+    config, lines = DSMuonConfig.read(params)
+    if lines:
+        problems.append(DSMuonConfigError("\n".join(lines)))
+    routing = iteration = None
+    try:
+        # Refuses a backend that cannot run.
+        newton_schulz = config.newton_schulz(torch.device(get_accelerator().current_device_name()))
+        iteration = f"{newton_schulz.backend} in {newton_schulz.dtype}"
+    except ValueError as error:
+        problems.append(error)
+    # Pieces of weights have no shapes to go by, and a pattern that cannot be read may be the one that matters.
+    in_pieces = of_model or engine._config.zero_optimization_stage == 3
+    unread = isinstance(params, Mapping) and {"muon_params", "adamw_params"} & params.keys() - config.model_fields_set
+    if not in_pieces and not unread:
+        unmatched = _unmatched_patterns(config, model)
+        problems += unmatched
+        if not unmatched:
+            try:
+                routing = route(model, muon_params=config.muon_params, adamw_params=config.adamw_params)
+            except RoutingError as error:
+                problems.append(error)
+    if not problems:
+        assert routing is not None and iteration is not None
+        return _Prepared(config, routing, iteration)
+    if len(problems) == 1:
+        raise problems[0]
+    texts = [str(problem).removeprefix(f"{_REFUSED}\n") for problem in problems]
+    raise DSMuonRefusal("\n".join([_REFUSED, *texts]))
+
+
+def _unmatched_patterns(config: DSMuonConfig, model: nn.Module) -> list[RoutingError]:
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    errors = []
+    for key in ("muon_params", "adamw_params", "no_decay_params"):
+        for pattern in getattr(config, key):
+            try:
+                check_matches(key, [pattern], names)
+            except RoutingError as error:
+                errors.append(error)
+    return errors
+
+
+def _routes(routing: Routing) -> dict[str, str]:
+    """Where every parameter goes, under all its names."""
+    return {" = ".join(r.names): f"{' x '.join(map(str, r.shape)) or 'scalar'}, to {r.half}" for r in routing.routes}
+
+
+def _as_facts(engine: Any, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """The param groups, with names in place of parameters."""
+    names = {id(p): name for name, p in engine.module.named_parameters()}
+    return {"param_groups": [{**group, "params": [names[id(p)] for p in group["params"]]} for group in groups]}

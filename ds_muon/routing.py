@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ds_muon.partition import Layout
 from ds_muon.roles import (
     EMBEDDINGS,
     FLAT_STACK,
@@ -20,6 +21,7 @@ from ds_muon.roles import (
     TENSOR_3D,
     NamedTensor,
     adamw_reason,
+    is_conv1d,
     is_raw,
     named_tensors,
     output_heads,
@@ -58,7 +60,8 @@ class RoutingError(ValueError):
 class Route:
     """One tensor: its first name, all its names, and the decision. Half "none" is not trained.
 
-    ``overruled`` is what the rules say, where a glob or a tag decides otherwise.
+    ``overruled`` is what the rules say, where a glob or a tag decides otherwise. ``layout`` says what the rows of a
+    matrix are, by the type of the module to which its first name belongs.
     """
 
     name: str
@@ -68,6 +71,7 @@ class Route:
     half: Half
     reason: str
     overruled: str = ""
+    layout: Layout = "out_in"
 
     def __str__(self) -> str:
         return f"{self.name} ({self.shown_shape}, {self.overruled or self.reason})"
@@ -95,12 +99,17 @@ class Routing:
             )
         )
 
+    def layouts(self) -> dict[str, Layout]:
+        """How each tensor lies in memory, by its first name."""
+        return {route.name: route.layout for route in self.routes}
+
     def table(self) -> str:
         """One aligned line per tensor: name (and a second one, if tied), shape, half, reason."""
         rows = [("name", "shape", "half", "reason")]
         for route in self.routes:
             name = " = ".join(route.names[:2]) + (" = ..." if len(route.names) > 2 else "")
-            rows.append((printable(name), route.shown_shape, route.half, route.reason))
+            reason = route.reason + (", stored in x out" if route.layout == "in_out" else "")
+            rows.append((printable(name), route.shown_shape, route.half, reason))
         return "\n".join(columns(rows, "< < < <"))
 
     def summary(self) -> list[str]:
@@ -135,8 +144,8 @@ class Routing:
         return lines
 
     def digest(self, extra: str = "") -> bytes:
-        """SHA-256 over names, shapes, halves and ``extra``: equal on two ranks that route equally."""
-        facts = [[route.names, route.shape, route.half] for route in self.routes]
+        """SHA-256 over names, shapes, halves, layouts and ``extra``: equal on two ranks that route equally."""
+        facts = [[route.names, route.shape, route.half, route.layout] for route in self.routes]
         return hashlib.sha256(json.dumps([facts, extra]).encode()).digest()
 
 
@@ -224,7 +233,8 @@ def _decide(
     param = tensor.param
 
     def decided(half: Half, reason: str, overruled: str = "") -> Route:
-        return Route(tensor.name, tensor.names, tuple(param.shape), param.numel(), half, reason, overruled)
+        layout: Layout = "in_out" if param.ndim == 2 and is_conv1d(tensor.places[0].owner) else "out_in"
+        return Route(tensor.name, tensor.names, tuple(param.shape), param.numel(), half, reason, overruled, layout)
 
     if not param.requires_grad:
         return decided("none", "frozen")

@@ -14,8 +14,8 @@ from ds_muon.capture import NanCapture
 from ds_muon.exchange import Exchange, Transfer, result_dtype
 from ds_muon.normuon import RowVariance
 from ds_muon.orthogonalize import NewtonSchulz, batches, orthogonalize_batch
-from ds_muon.partition import GroupPlan, Matrix
-from ds_muon.passes import store_updates
+from ds_muon.partition import GroupPlan, Layout, Matrix
+from ds_muon.passes import Segments, Where, store_updates, sum_of_squares
 from ds_muon.update import update_scale
 
 _Batch = Sequence[tuple[Matrix, Tensor]]
@@ -89,9 +89,14 @@ class MuonGroup:
         self.row_variance: RowVariance | None = None
         """Where the rows of NorMuon's state lie; None for plain Muon."""
         if beta2 is not None:
-            rows = {matrix.name: matrix.rows for matrix in plan.matrices}
-            self.row_variance = RowVariance([(name, rows[name]) for name in names], beta2, process_group)
+            rows = {matrix.name: matrix.sides[0] for matrix in plan.matrices}
+            self.row_variance = RowVariance([(name, rows[name]) for name in names], list(rows), beta2, process_group)
+        self._matrices = len(plan.matrices)
         self._held = plan.held(rank)
+        # Neighbours in the plan, as they are in the flat buffer.
+        first = plan.matrices.index(self._held[0][0]) if self._held else 0
+        self._here = slice(first, first + len(self._held))
+        self._segments: Segments | None = None
         self._settings = settings
         self._adjust_lr_fn = adjust_lr_fn
         self._capture = capture
@@ -99,17 +104,39 @@ class MuonGroup:
         # The same in every step, and work for the host.
         self._order: tuple[_Indices, _Indices, _Indices] | None = None
 
-    def begin(self, partition: Tensor, variance: Tensor | None) -> None:
+    def squares(self, partition: Tensor) -> Tensor:
+        """This rank's part of the sum of squares of each of the plan's matrices: (matrices,) fp64 on the device.
+
+        Args:
+            partition: (partition_size,) fp32; not modified.
+        """
+        squares = torch.zeros(self._matrices, dtype=torch.float64, device=partition.device)
+        squares[self._here] = sum_of_squares(partition, self._segments_of(partition))
+        return squares
+
+    def where(self, partition: Tensor, moves: Tensor) -> Where:
+        """The flags of what lies on this rank's partition, given those of all matrices."""
+        return Where(self._segments_of(partition), moves[self._here])
+
+    def _segments_of(self, partition: Tensor) -> Segments:
+        # The same in every step.
+        if self._segments is None or self._segments.bounds.device != partition.device:
+            offsets = [piece.offset for _, piece in self._held]
+            self._segments = Segments.of(offsets, partition.numel(), partition.device)
+        return self._segments
+
+    def begin(self, partition: Tensor, variance: Tensor | None, moves: Tensor) -> None:
         """Send the slices of U that go to other ranks.
 
         Args:
             partition: (partition_size,) fp32; not to be touched until ``finish`` has overwritten it.
             variance: (rows, 1) fp32, NorMuon's current state; not modified. None for plain Muon.
+            moves: (matrices,) bool, whether each of the plan's matrices moves; U of one that does not is zero.
         """
         pieces = self._pieces(partition)
         self._step = _Step(partition, pieces, variance, self.exchange.gather(partition))
         if self.row_variance is not None and variance is not None:
-            self.row_variance.begin(variance)
+            self.row_variance.begin(variance, moves)
 
     def run(self) -> None:
         """Orthogonalize what this rank owns, and send back the slices of what travels."""
@@ -118,7 +145,8 @@ class MuonGroup:
         whole = [(m, piece.view(m.rows, m.cols)) for m, piece in step.pieces if not m.travels]
         inputs = [*whole, *zip(self.exchange.owned, step.gathering.tensors, strict=True)]
         if self._order is None:
-            self._order = in_order([u for _, u in inputs], len(whole), self._settings)
+            layouts = [matrix.layout for matrix, _ in inputs]
+            self._order = in_order([u for _, u in inputs], len(whole), self._settings, layouts)
         before, waiting, after = self._order
         for indices in before:
             self._update([inputs[i] for i in indices], len(indices), step)
@@ -179,7 +207,7 @@ class MuonGroup:
         return [matrix.name for matrix, piece in self._pieces(partition) if not piece.isfinite().all()]
 
     def _scale(self, matrix: Matrix) -> float:
-        return update_scale(self._adjust_lr_fn, matrix.rows, matrix.cols)
+        return update_scale(self._adjust_lr_fn, *matrix.sides)
 
     def _pieces(self, partition: Tensor) -> list[tuple[Matrix, Tensor]]:
         return [(matrix, partition.narrow(0, piece.offset, piece.numel)) for matrix, piece in self._held]
@@ -193,13 +221,15 @@ class MuonGroup:
         return outputs
 
     def _factors(self, batch: _Batch, outputs: Tensor, variance: Tensor | None) -> Tensor | None:
-        """What the rows of the outputs are multiplied with, (batch, rows, 1) fp32; None for plain Muon."""
+        """What the outputs are multiplied with, see ``advance_row_variance``; None for plain Muon."""
         if self.row_variance is None or variance is None:
             return None
-        return self.row_variance.factors(variance, [matrix.name for matrix, _ in batch], outputs)
+        return self.row_variance.factors(variance, [matrix.name for matrix, _ in batch], outputs, batch[0][0].layout)
 
 
-def in_order(matrices: Sequence[Tensor], whole: int, settings: NewtonSchulz) -> tuple[_Indices, _Indices, _Indices]:
+def in_order(
+    matrices: Sequence[Tensor], whole: int, settings: NewtonSchulz, layouts: Sequence[Layout] = ()
+) -> tuple[_Indices, _Indices, _Indices]:
     """The batches that a rank runs, as indices: before the matrices that travel have arrived, with them, and after.
 
     Some that do not travel share a batch with those of their shape that do, for larger batches are faster; but not
@@ -209,7 +239,9 @@ def in_order(matrices: Sequence[Tensor], whole: int, settings: NewtonSchulz) -> 
         matrices: (rows, cols) each; those that travel come last.
         whole: how many do not.
         settings: of the iteration.
+        layouts: of each matrix; all "out_in" by default. A batch is of one: scale and NorMuon's rows depend on it.
     """
+    in_out = {i for i, layout in enumerate(layouts) if layout == "in_out"}
     shapes = [matrix.shape for matrix in matrices]
     cost_of = {shape: settings.cost(*shape) for shape in set(shapes)}
 
@@ -221,9 +253,10 @@ def in_order(matrices: Sequence[Tensor], whole: int, settings: NewtonSchulz) -> 
     ready: _Indices = []
     waiting: _Indices = []
     for first, end in [(0, whole), (whole, len(matrices))] if apart else [(0, len(matrices))]:
-        for indices in batches(matrices[first:end], settings):
-            shifted = [first + i for i in indices]
-            (ready if shifted[-1] < whole else waiting).append(shifted)
+        for alike in ([i for i in range(first, end) if (i in in_out) is turned] for turned in (False, True)):
+            for indices in batches([matrices[i] for i in alike], settings):
+                chosen = [alike[i] for i in indices]
+                (ready if chosen[-1] < whole else waiting).append(chosen)
     costs = [cost(indices) for indices in ready]
     before = sum(2 * done < sum(costs) for done in accumulate(costs, initial=0))
     return ready[:before], waiting, ready[before:]

@@ -5,6 +5,7 @@
     O  = NewtonSchulz(U / ||U||_F)
     W <- W (1 - lr weight_decay) - lr s(rows, cols) O
 
+Rows are outputs, columns inputs. A matrix whose gradient is zero everywhere does not move: M, W, and V below stay.
 Keller Jordan, Muon (2024), https://kellerjordan.github.io/posts/muon/, with the names of ``torch.optim.Muon``. With
 ``variant`` "normuon", between the last two lines:
 
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ds_muon.orthogonalize import NewtonSchulz, orthogonalize
+from ds_muon.partition import Layout, out_and_in
 from ds_muon.passes import advance_momentum_, store_updates
 
 # Guards the division by the root of a row's second moment, which is zero for a row that never had a gradient. O is the
@@ -34,6 +36,8 @@ ROW_EPS = 1e-10
 
 def update_scale(adjust_lr_fn: str, rows: int, cols: int) -> float:
     """``s(rows, cols)``: the factor between an orthogonalized matrix and the update, by ``torch.optim.Muon``'s names.
+
+    Rows are outputs and columns inputs, however the matrix is stored.
 
     Raises:
         ValueError: an unknown ``adjust_lr_fn``.
@@ -47,17 +51,24 @@ def update_scale(adjust_lr_fn: str, rows: int, cols: int) -> float:
     raise ValueError(f'adjust_lr_fn = {adjust_lr_fn!r}: choose "original", "match_rms_adamw" or "none"')
 
 
-def advance_row_variance(orthogonal: Tensor, row_variance: Tensor, *, beta2: float) -> tuple[Tensor, Tensor]:
+def advance_row_variance(
+    orthogonal: Tensor, row_variance: Tensor, *, beta2: float, layout: Layout = "out_in"
+) -> tuple[Tensor, Tensor]:
     """NorMuon's second moments of the rows after one step, and the factor that each row of O gets by them.
 
     Args:
         orthogonal: (batch, rows, cols), any float dtype; not modified.
         row_variance: (batch, rows) fp32; not modified.
         beta2: weight of the past, in [0, 1).
+        layout: of the matrices; of those that are stored "in_out" the columns stand for the rows.
 
     Returns:
-        The new ``row_variance``, and the factors, (batch, rows, 1) fp32. Zeros stay zeros.
+        The new ``row_variance``, and the factors, (batch, rows, 1) fp32, or (batch, 1, cols) of the columns. Zeros stay
+        zeros.
     """
+    if layout == "in_out":
+        advanced, factors = advance_row_variance(orthogonal.mT, row_variance, beta2=beta2)
+        return advanced, factors.mT
     _, rows, cols = orthogonal.shape
     # One matrix at a time: in a batch, the order of summation might be another.
     norms = [torch.linalg.vector_norm(matrix, dim=-1, dtype=torch.float32) for matrix in orthogonal]
@@ -86,6 +97,7 @@ def muon_update(
     ns_backend: str = "auto",
     row_variance: Tensor | None = None,
     beta2: float | None = None,
+    layout: Layout = "out_in",
 ) -> Tensor:
     """One Muon update of a whole matrix: the change of the weight is ``-lr`` times the result.
 
@@ -93,15 +105,18 @@ def muon_update(
         grad: (rows, cols) full, averaged, unscaled gradient, any float dtype; not modified.
         momentum_buffer: (rows, cols) fp32 or bf16, contiguous; advanced in place.
         momentum, nesterov, adjust_lr_fn, ns_*: as in the optimizer's config.
-        row_variance: (rows,) fp32, advanced in place; given, the update is NorMuon's.
+        row_variance: one number for each output, (rows,) or if ``layout`` is "in_out" (cols,), fp32, advanced in place;
+            given, the update is NorMuon's.
         beta2: NorMuon's weight of the past, in [0, 1); 0.95 by default.
+        layout: "out_in" for a weight as nn.Linear stores it, "in_out" for one as transformers' Conv1D does.
 
     Returns:
-        ``s * O``, (rows, cols) fp32.
+        ``s * O``, (rows, cols) fp32. Zeros if the gradient is zero everywhere: buffer and ``row_variance`` then stay as
+        they are, and the weight is not to be decayed either.
 
     Raises:
         ValueError: a gradient that is not a matrix of floats; a buffer that does not fit it in shape, dtype, device or
-            layout; ``momentum``, ``beta2`` or ``ns_eps`` out of range; ``beta2`` without ``row_variance``; an unknown
+            strides; ``momentum``, ``beta2`` or ``ns_eps`` out of range; ``beta2`` without ``row_variance``; an unknown
             name in a setting. Nothing has been modified then.
     """
     if grad.ndim != 2 or grad.shape != momentum_buffer.shape:
@@ -128,11 +143,14 @@ def muon_update(
     beta2 = 0.95 if beta2 is None else beta2
     if not 0 <= beta2 < 1:
         raise ValueError(f"beta2 = {beta2!r}: set a number from 0 to below 1, such as 0.95")
+    if layout not in ("out_in", "in_out"):
+        raise ValueError(f'layout = {layout!r}: choose "out_in" or "in_out"')
+    rows, cols = out_and_in(grad.shape[0], grad.shape[1], layout)
     if row_variance is not None and (
-        row_variance.shape != grad.shape[:1] or row_variance.dtype != torch.float32 or row_variance.device != device
+        row_variance.shape != (rows,) or row_variance.dtype != torch.float32 or row_variance.device != device
     ):
         raise ValueError(
-            f"muon_update needs a row_variance of shape {tuple(grad.shape[:1])} in float32 on {device}, "
+            f"muon_update needs a row_variance of shape {(rows,)} in float32 on {device}, "
             f"got {tuple(row_variance.shape)} in {_name(row_variance.dtype)} on {row_variance.device}"
         )
     settings = NewtonSchulz.resolve(
@@ -144,14 +162,16 @@ def muon_update(
         ns_eps=ns_eps,
         ns_backend=ns_backend,
     )
-    scale = update_scale(adjust_lr_fn, *grad.shape)
+    scale = update_scale(adjust_lr_fn, rows, cols)
     direction = grad.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-    advance_momentum_(direction, momentum_buffer, momentum=momentum, nesterov=nesterov)
+    # A NaN is no zero.
+    moves = direction.any()
+    advance_momentum_(direction, momentum_buffer, momentum=momentum, nesterov=nesterov, where=moves)
     (output,) = orthogonalize([direction], settings)
     factors = None
     if row_variance is not None:
-        advanced, factors = advance_row_variance(output[None], row_variance[None], beta2=beta2)
-        row_variance.copy_(advanced[0])
+        advanced, factors = advance_row_variance(output[None], row_variance[None], beta2=beta2, layout=layout)
+        row_variance.copy_(torch.where(moves, advanced[0], row_variance))
     update = direction
     store_updates(output[None], [update], scale=scale, factors=factors)
     return update

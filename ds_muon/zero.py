@@ -13,27 +13,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from torch import Tensor
 
+from ds_muon.agree import gather
 from ds_muon.capture import NanCapture
+from ds_muon.checkpoint import LAYOUT, layout
 from ds_muon.exchange import element_bytes
-from ds_muon.guard import Findings, StepGuard, gather, raise_together
+from ds_muon.guard import Findings, StepGuard, Verdict
 from ds_muon.optimizer import LARGEST_IN_LIST, DSMuon
 from ds_muon.orthogonalize import release
-from ds_muon.partition import Plan, flat_layout, make_plan
+from ds_muon.partition import Plan, flat_layout, make_plan, out_and_in
+from ds_muon.passes import sum_of_squares
 from ds_muon.refusals import SUPPORTED_DEEPSPEED
 from ds_muon.say import printable
 from ds_muon.stage import MuonGroup, in_turns
-from ds_muon.verify.in_training import TrainingCheck
 
-# Of a checkpoint's shard: for each group, names and offsets of its parameters in flat order.
-_LAYOUT = "ds_muon_layout"
+if TYPE_CHECKING:
+    from ds_muon.verify.in_training import TrainingCheck
 
 
 class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
@@ -41,7 +43,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
 
     Attributes:
         plan: who holds, who owns and what moves, for the Muon groups (which are the first ones).
-        training_check: of ``verify_every``.
+        training_check: of ``verify_every``, whose steps it stands around; None without. Set by who builds the engine.
         muon_groups: one per Muon param group.
         guard: counts the steps that were skipped.
         steps: how often ``step`` was called in this process, skipped steps included.
@@ -70,13 +72,15 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
             for i, group in enumerate(self.plan.groups)
         ]
         self._lazy_init_hp_params_optimizer_state()
-        self.training_check = TrainingCheck(self, config.verify_every)
+        self.training_check: TrainingCheck | None = None
 
     # ---- construction -------------------------------------------------------------------------------------------
 
     def initialize_optimizer_states(self) -> None:
         muon = [i for i, group in enumerate(self.optimizer.param_groups) if group["use_muon"]]
-        self.optimizer.init_state([sum(p.shape[0] for p in self.bit16_groups[i]) for i in muon])
+        stored = self.optimizer.routing.layouts()
+        outputs = [[out_and_in(*shape, stored[name])[0] for name, shape in self._shapes(i)] for i in muon]
+        self.optimizer.init_state([sum(of_group) for of_group in outputs])
 
     def destroy(self) -> None:
         self.guard.close()
@@ -118,6 +122,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
             world_size,
             self.newton_schulz.cost,
             element_bytes=element_bytes(self.newton_schulz, normuon=normuon),
+            stored=self.optimizer.routing.layouts(),
         )
 
     # ---- gradients, as DeepSpeed's reduction leaves them --------------------------------------------------------
@@ -197,7 +202,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
             NonFiniteUpdate: on every rank, where ``nan_guard`` is "raise" and an update is not finite, or where the
                 capture has seen one on any rank: in the same step, or, where ``nan_guard`` is "off", in the next.
         """
-        with self.training_check.around_step():
+        with nullcontext() if self.training_check is None else self.training_check.around_step():
             self._step_all_groups()
         self.timers.log(deepspeed_zero.OPTIMIZER_TIMERS)
 
@@ -206,15 +211,11 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         self.steps += 1
         with self._timed(deepspeed_zero.OPTIMIZER_GRADIENTS_TIMER):
             gradients = [self._take_gradient(i) for i in range(len(self.bit16_groups))]
-            # Asked before this step's captures replace those of the last.
-            measures = self.guard.measure(gradients, self._capture.stops_training)
-            squares = measures[:-1]
-            may_move = self.guard.may_move(squares, squares[len(self.muon_groups) :])
-            known = self.guard.report(measures, may_move)
+            verdict = self._measure(gradients)
         with self._timed(deepspeed_zero.OPTIMIZER_STEP_TIMER):
-            self._stage(gradients, may_move)
+            self._stage(gradients, verdict)
             updates = gradients[: len(self.muon_groups)]
-            findings = self.guard.wait_for_findings(known, updates, self._capture.stops_training)
+            findings = self.guard.decide(verdict, updates, self._capture.stops_training)
             # Neither a spike nor a bad kernel says anything of the loss scale.
             self._update_scale(not findings.gradients_are_finite)
             self._global_grad_norm: float | None = findings.norm if self.compute_grad_norm else None
@@ -227,14 +228,23 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         with self._timed(deepspeed_zero.OPTIMIZER_ALLGATHER_TIMER):
             self.update_lp_params()
 
-    def _stage(self, gradients: Sequence[Tensor], may_move: Tensor) -> None:
+    def _measure(self, gradients: Sequence[Tensor]) -> Verdict:
+        """What the gradients of all ranks say of the step; they are not modified. A collective."""
+        count = len(self.muon_groups)
+        of_muon = [group.squares(gradient) for group, gradient in zip(self.muon_groups, gradients[:count], strict=True)]
+        of_adamw = [sum_of_squares(gradient) for gradient in gradients[count:]]
+        # Asked before this step's captures replace those of the last.
+        return self.guard.measure(of_muon, of_adamw, self._capture.stops_training)
+
+    def _stage(self, gradients: Sequence[Tensor], verdict: Verdict) -> None:
         """Turn every Muon gradient, in place, into what ``DSMuon.step`` applies; AdamW's is that already."""
         # A step that the gradients forbid has nothing to show.
-        self._capture.start_step(self.steps, may_move)
+        self._capture.start_step(self.steps, verdict.may_move)
 
         def begin(i: int) -> None:
-            self.optimizer.advance_momentum_(i, gradients[i], may_move)
-            self.muon_groups[i].begin(gradients[i], self.optimizer.row_variance(i))
+            group, moves = self.muon_groups[i], verdict.moves[i]
+            self.optimizer.advance_momentum_(i, gradients[i], group.where(gradients[i], moves))
+            group.begin(gradients[i], self.optimizer.row_variance(i), moves)
 
         in_turns(self.muon_groups, begin)
 
@@ -313,15 +323,8 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
     def state_dict(self) -> dict[str, Any]:
         """DeepSpeed's, and where every parameter of each group begins in the flat buffers."""
         state: dict[str, Any] = super().state_dict()
-        state[_LAYOUT] = self._layout()
+        state[LAYOUT] = layout(self)
         return state
-
-    def _layout(self) -> list[list[tuple[str, int]]]:
-        groups = zip(self.round_robin_bit16_groups, self.round_robin_bit16_offsets, strict=True)
-        return [
-            [(self.param_names[p], int(offset)) for p, offset in zip(group, offsets, strict=True)]
-            for group, offsets in groups
-        ]
 
     def load_state_dict(
         self,
@@ -332,51 +335,19 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         load_serial: Any = None,
         param_shapes: Any = None,
     ) -> None:
-        """Load this rank's shard of a checkpoint saved at the same world size.
+        """Load this rank's shard of a checkpoint that ``check_before_loading`` has let pass.
 
         Raises:
             NotImplementedError: a universal checkpoint.
-            ValueError: the checkpoint was saved by another optimizer, or the flat buffers were laid out otherwise:
-                other routing, grouping, order or alignment of parameters.
         """
         if checkpoint_folder is not None:
             raise NotImplementedError(
                 "checkpoint.load_universal = true: DSMuon cannot load universal checkpoints in this version; "
                 "load a regular checkpoint at the world size that saved it"
             )
-        shard = state_dict_list[self._rank]
-        if load_optimizer_states or load_from_fp32_weights:
-            raise_together(self._layout_error(shard), self.dp_process_group)
-        if load_optimizer_states:
-            state_error = self.optimizer.state_error(shard[deepspeed_zero.BASE_OPTIMIZER_STATE])
-            raise_together(state_error, self.dp_process_group)
         super().load_state_dict(
             state_dict_list, load_optimizer_states, load_from_fp32_weights, None, load_serial, param_shapes
         )
         # DeepSpeed has made new links from parameters to fp32 weights, without the optimizer's state.
         self._hp_optimizer_states_linked = False
         self._lazy_init_hp_params_optimizer_state()
-
-    def _layout_error(self, shard: dict[str, Any]) -> ValueError | None:
-        """What to do about flat buffers that were laid out otherwise."""
-        saved, ours = shard.get(_LAYOUT), self._layout()
-        if saved is None:  # another optimizer's: DeepSpeed's links show groups and cuts, if not every order
-            same = shard[deepspeed_zero.PARAM_SLICE_MAPPINGS] == self._param_slice_mappings
-            saved = ours if same else []
-        if saved == ours:
-            return None
-        group_of = {name: i for i, group in enumerate(ours) for name, _ in group}
-        moved = [name for i, group in enumerate(saved) for name, _ in group if group_of.get(name) != i]
-        if moved or len(saved) != len(ours):
-            what = f"{moved[0]!r} is in another param group" if moved else "it has other param groups"
-            keys = "model, param groups, muon_params and adamw_params"
-        elif [[name for name, _ in group] for group in saved] != [[name for name, _ in group] for group in ours]:
-            what = "parameters lie in another order"
-            keys = "model, order of parameters and zero_optimization.round_robin_gradients"
-        else:
-            what = "parameters begin at other places"
-            keys = "shapes of parameters and zero_optimization.parameter_alignment"
-        return ValueError(
-            f"this checkpoint does not fit the optimizer: {what}. Use the {keys} it was saved with, or "
-            "load_checkpoint(load_module_only=True)"
-        )

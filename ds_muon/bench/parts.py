@@ -112,7 +112,7 @@ def instrumented(engine: Any, recorder: Recorder) -> Iterator[None]:
             stack.enter_context(mock.patch.object(exchange, "_all_to_all", counted))
 
         time_as("flatten", zero, "_take_gradient")
-        time_as("norm", zero.guard, "measure")
+        time_as("norm", zero, "_measure")
         time_as("momentum", zero.optimizer, "advance_momentum_")
         for group in zero.muon_groups:
             for method in ("begin", "run", "finish"):
@@ -122,7 +122,7 @@ def instrumented(engine: Any, recorder: Recorder) -> Iterator[None]:
             time_as("exchange", group.exchange, "gather")
             time_as("exchange", group.exchange, "scatter")
             count_bytes(group.exchange)
-        time_as("decide", zero.guard, "wait_for_findings")
+        time_as("decide", zero.guard, "decide")
         time_as("apply", zero, "_clip_adamw_")
         time_as("apply", zero, "_commit")
         time_as("all_gather", zero, "update_lp_params")

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
 import ds_muon
+from ds_muon.agree import gather
 from ds_muon.bench.clock import synchronize
 from ds_muon.bench.parts import PARTS, Recorder, instrumented
 from ds_muon.bench.step import (
@@ -42,7 +43,6 @@ from ds_muon.bench.step import (
 )
 from ds_muon.exchange import element_bytes
 from ds_muon.files import write_text
-from ds_muon.guard import gather
 from ds_muon.launch import finish, say_progress, say_why
 from ds_muon.verify.gpt import GPT, GPTConfig
 from ds_muon.verify.subject import draw_windows, standard_library

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from ds_muon.passes import torch_passes
+from ds_muon.passes.segments import Segments, Where
 from ds_muon.say import log
 
-__all__ = ["advance_momentum_", "apply_update_", "store_updates", "sum_of_squares"]
+__all__ = ["Segments", "Where", "advance_momentum_", "apply_update_", "store_updates", "sum_of_squares"]
 
 P = ParamSpec("P")
 T = TypeVar("T")

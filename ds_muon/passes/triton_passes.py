@@ -12,28 +12,31 @@ from torch import Tensor
 
 from ds_muon.kernel_launch import addresses_of, ceil_div, on
 from ds_muon.passes import triton_kernels
+from ds_muon.passes.segments import BLOCK, SPAN, Segments, Where
 
-# Elements of a flat tensor that one program works on: eight for each of its threads.
-BLOCK = 1024
 # Side of the square of a matrix that one program works on.
 SIDE = 64
-# Elements that one program sums up, and elements of it at a time.
-SPAN = 1 << 16
-SUMMED = 2048
+# Elements that a program sums up at a time, and sums of pieces.
+SUMMED, PIECES = 2048, 256
 
 # A product and a sum round twice, as in torch.
 EXACT = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 def advance_momentum_(
-    gradient: Tensor, momentum_buffer: Tensor, *, momentum: float, nesterov: bool, where: Tensor | None = None
+    gradient: Tensor,
+    momentum_buffer: Tensor,
+    *,
+    momentum: float,
+    nesterov: bool,
+    where: Tensor | Where | None = None,
 ) -> None:
     """See ``torch_passes.advance_momentum_``."""
     numel = _elements(gradient, momentum_buffer)
     if numel:
         with on(gradient.device):
             triton_kernels.advance_momentum[(ceil_div(numel, BLOCK),)](
-                gradient, momentum_buffer, where, numel, float(momentum), float(1 - momentum),
+                gradient, momentum_buffer, *_flags(where), numel, float(momentum), float(1 - momentum),
                 NEAR_GRADIENT=momentum < 0.5, NESTEROV=bool(nesterov), BLOCK=BLOCK, **EXACT,
             )  # fmt: skip
 
@@ -47,8 +50,9 @@ def store_updates(
         if target.shape != (rows, cols):
             raise ValueError(f"a target of shape {tuple(target.shape)} takes no output of {rows} x {cols}")
         _elements(target)
-    if len(targets) != batch or (factors is not None and factors.shape != (batch, rows, 1)):
-        raise ValueError(f"{batch} outputs need as many targets, and a factor for each of their rows")
+    shapes = (None, (batch, rows, 1), (batch, 1, cols))
+    if len(targets) != batch or (None if factors is None else factors.shape) not in shapes:
+        raise ValueError(f"{batch} outputs need as many targets, and a factor for each of their rows or columns")
     if outputs.numel():
         addresses, aligned = addresses_of(targets)
         tile_cols = ceil_div(cols, SIDE)
@@ -57,29 +61,51 @@ def store_updates(
             triton_kernels.store_updates[(batch * tiles,)](
                 outputs, addresses, None if factors is None else factors.contiguous(),
                 tiles, tile_cols, rows, cols, float(scale), *outputs.stride(),
-                ALIGNED=aligned, SIDE=SIDE, **EXACT,
+                OF_ROWS=factors is None or factors.shape[1] == rows, ALIGNED=aligned, SIDE=SIDE, **EXACT,
             )  # fmt: skip
 
 
-def apply_update_(weight: Tensor, update: Tensor, *, lr: float, weight_decay: float) -> None:
+def apply_update_(
+    weight: Tensor, update: Tensor, *, lr: float, weight_decay: float, where: Where | None = None
+) -> None:
     """See ``torch_passes.apply_update_``."""
     numel = _elements(weight, update)
+    decays = bool(weight_decay != 0)
     if numel:
         with on(weight.device):
             triton_kernels.apply_update[(ceil_div(numel, BLOCK),)](
-                weight, update, numel, float(lr), float(1 - lr * weight_decay),
-                DECAYS=bool(weight_decay != 0), BLOCK=BLOCK, **EXACT,
+                weight, update, *_flags(where if decays else None), numel, float(lr), float(1 - lr * weight_decay),
+                DECAYS=decays, BLOCK=BLOCK, **EXACT,
             )  # fmt: skip
 
 
-def sum_of_squares(x: Tensor) -> Tensor:
+def sum_of_squares(x: Tensor, segments: Segments | None = None) -> Tensor:
     """See ``torch_passes.sum_of_squares``. Sums of exact squares; torch's go through roots and have other last bits."""
     numel = _elements(x)
-    sums = torch.empty(ceil_div(numel, SPAN), dtype=torch.float64, device=x.device)
-    if numel:
+    pieces = ceil_div(numel, SPAN) if segments is None else len(segments.pieces) - 1
+    sums = torch.empty(pieces, dtype=torch.float64, device=x.device)
+    if pieces:
         with on(x.device):
-            triton_kernels.sums_of_squares[(sums.numel(),)](x, sums, numel, SPAN=SPAN, BLOCK=SUMMED, num_warps=4)
-    return sums.sum()
+            triton_kernels.sums_of_squares[(pieces,)](
+                x, None if segments is None else segments.pieces, sums, numel, SPAN=SPAN, BLOCK=SUMMED, num_warps=4
+            )
+    if segments is None:
+        return sums.sum()
+    totals = torch.empty(len(segments), dtype=torch.float64, device=x.device)
+    if len(segments):
+        with on(x.device):
+            triton_kernels.sums_of_segments[(len(segments),)](
+                sums, segments.first_pieces, totals, BLOCK=PIECES, num_warps=1
+            )
+    return totals
+
+
+def _flags(where: Tensor | Where | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The flags, and the tables by which blocks find theirs."""
+    if not isinstance(where, Where):
+        return where, None, None
+    # Without segments there is nothing but padding.
+    return (where.flags, where.segments.bounds, where.segments.of_block) if len(where.segments) else (None, None, None)
 
 
 def _elements(first: Tensor, *others: Tensor) -> int:

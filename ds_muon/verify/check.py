@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_muon.verify import tolerances
 from ds_muon.verify.diagnose import Evidence, diagnose
@@ -114,7 +114,7 @@ class UpdateCheck:
 
     def __init__(self, engine: Any) -> None:
         self._zero = engine.optimizer
-        self._comparison = StepComparison(self._zero)
+        self._comparison = StepComparison(self._zero, engine.module)
         self._stepped = False
         # ZeRO's own step, not the engine's: by then every gradient has been reduced, however it accumulates.
         self._original_step = self._zero.step
@@ -147,6 +147,7 @@ class StepComparison:
 
     Args:
         zero: DeepSpeed's ZeRO-1/2 optimizer.
+        module: the model that it trains.
         names: the parameters to check; all by default.
         keep_state: False to start every step from the engine's own momentum and moments.
         on_owner_only: compute references, and return records, on the owner of a matrix only.
@@ -156,9 +157,15 @@ class StepComparison:
     """
 
     def __init__(
-        self, zero: Any, *, names: Collection[str] | None = None, keep_state: bool = True, on_owner_only: bool = False
+        self,
+        zero: Any,
+        module: nn.Module,
+        *,
+        names: Collection[str] | None = None,
+        keep_state: bool = True,
+        on_owner_only: bool = False,
     ) -> None:
-        self._view = EngineView(zero, names)
+        self._view = EngineView(zero, module, names)
         self._on_owner_only = on_owner_only
         self._placed = self._view.placed
         # In training, where one matrix of a large model is checked, fp32 is exact enough: tolerances know its rounding.
@@ -232,8 +239,8 @@ class StepComparison:
         doubles = {key: tensor.double() for key, tensor in state.items()}
         if placed.use_muon:
             rule = self._view.rule
-            exact = MuonReference(doubles["momentum_buffer"], rule, doubles.get(ROW_VARIANCE))
-            return _References(exact, SameDtypeMuon(state, rule))
+            exact = MuonReference(doubles["momentum_buffer"], rule, doubles.get(ROW_VARIANCE), placed.layout)
+            return _References(exact, SameDtypeMuon(state, rule, placed.layout))
         step = self._view.adamw_step(placed)
         return _References(
             AdamWReference(doubles["exp_avg"], doubles["exp_avg_sq"], step), SameDtypeAdamW(placed, state, step)
@@ -283,7 +290,13 @@ class StepComparison:
         group, old = self._groups[placed.group], before.weight.double()
         applied = weight.double() - old
         exact, theirs = (1.0, 1.0) if placed.use_muon else (self._clip.of_average, self._clip.of_engine_gradient)
-        expected, rounding = references.fp64.change(old, before.average * exact, before.variance * exact**2, group)
+        averaged = before.average.float() if before.engine_gradient is None else before.engine_gradient
+        if placed.use_muon and not averaged.any():
+            # Of a matrix without a gradient nothing moves: neither the weight nor the reference's own momentum. Decided
+            # by the engine's average where it can be read: rounding may leave nothing of the other, or something.
+            expected, rounding = torch.zeros_like(old), 0.0
+        else:
+            expected, rounding = references.fp64.change(old, before.average * exact, before.variance * exact**2, group)
         size = float(expected.norm())
         rule = self._view.rule
         iterated_in = rule.ns_dtype if placed.use_muon else torch.float32
@@ -291,7 +304,6 @@ class StepComparison:
         weight_rounding = tolerances.WEIGHT_ROUNDINGS * float(weight.double().norm()) / size if size else 0.0
         tolerance = tolerances.AGAINST_FP64[iterated_in] + ratio(rounding, size) + weight_rounding
 
-        averaged = before.average.float() if before.engine_gradient is None else before.engine_gradient
         gradient = averaged * theirs if theirs < 1 else averaged
         same_tolerance = tolerances.AGAINST_SAME_DTYPE[iterated_in] + weight_rounding
         same = self._same_dtype(references, before, gradient, weight, group, same_tolerance * size)

@@ -36,6 +36,8 @@ TRANSPOSE = "wrong transpose"
 PADDING = "padding in the matrix"
 CLIPPED_UPDATE = "clipped update"
 SCALED_UPDATE = "wrong learning rate or scale"
+TRANSPOSED_SCALE = "scale of the transpose"
+WITHOUT_GRADIENT = "moved without a gradient"
 SIGN = "wrong sign"
 NESTEROV = "wrong blend of momentum and gradient"
 WEIGHT_DECAY = "weight decay of another rate"
@@ -52,6 +54,8 @@ _FEW_ELEMENTS, _FAR_OFF = 0.01, 0.05
 # percent of itself, of which roundings to bf16 leave less.
 _STATE_FIT = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 _UPDATE_FIT = 0.3
+# Of a factor that scales an update: roundings have the norm of one of the two, which hardly changes it.
+_SCALE_FIT = 0.02
 # How much of ZeRO's padding, in elements, a shifted matrix is looked for.
 _SHIFTS = (1, 2, 4, 8)
 
@@ -96,6 +100,8 @@ def diagnose(evidence: Evidence) -> str:
         return f"{STALE}: the model on rank {ranks} does not see the new weights"
     if record.gradient is not None and not record.gradient.ok:
         return _of_gradient(evidence)
+    if evidence.placed.use_muon and not evidence.gradient.any():
+        return f"{WITHOUT_GRADIENT}: it is zero everywhere, so that weight, momentum and row variance are to stay"
     is_state_wrong = record.state is not None and not record.state.ok
     # NorMuon's variance follows from the update: one that is wrong makes the other wrong.
     if is_state_wrong and not _is_variance_alone(evidence):
@@ -204,7 +210,10 @@ def _common_predictions(evidence: Evidence) -> Iterator[tuple[str, Tensor]]:
     update = evidence.expected - decayed
     # Both rates at once: an update that is scaled and weights that are decayed otherwise.
     factor, _ = _fit(evidence.applied - decayed, update)
-    if 0 < factor < 1:
+    transposed = _scale_of_the_transpose(evidence)
+    if transposed != 1 and abs(factor / transposed - 1) < _SCALE_FIT:
+        yield f"{TRANSPOSED_SCALE}: {factor:.4g} times the right one", decayed + factor * update
+    elif 0 < factor < 1:
         yield f"{CLIPPED_UPDATE}, or {SCALED_UPDATE}: {factor:.4g} times the right one", decayed + factor * update
     elif factor > 1:
         yield f"{SCALED_UPDATE}: {factor:.4g} times the right one", decayed + factor * update
@@ -232,9 +241,22 @@ def _muon_predictions(evidence: Evidence) -> Iterator[tuple[str, Tensor]]:
                 text = f"{PADDING}: shifted by {shift} elements from element {cut} on"
                 faults[text] = partial(_of_shifted, direction, cut, shift, evidence)
     decayed = -group["lr"] * group["weight_decay"] * evidence.weight
-    scale = -group["lr"] * muon_scale(evidence.rule.adjust_lr_fn, rows, cols)
+    scale = -group["lr"] * muon_scale(evidence.rule.adjust_lr_fn, *_turned(direction, evidence).shape)
     for text, orthogonal in faults.items():
         yield text, decayed + scale * orthogonal()
+
+
+def _turned(matrix: Tensor, evidence: Evidence) -> Tensor:
+    """(outputs, inputs) of what is stored so, or the other way round; and back."""
+    return matrix if evidence.placed.layout == "out_in" else matrix.mT
+
+
+def _scale_of_the_transpose(evidence: Evidence) -> float:
+    """Over the right one; 1 if there is no difference."""
+    if not evidence.placed.use_muon or evidence.applied.ndim != 2:
+        return 1.0
+    rows, cols = _turned(evidence.applied, evidence).shape
+    return muon_scale(evidence.rule.adjust_lr_fn, cols, rows) / muon_scale(evidence.rule.adjust_lr_fn, rows, cols)
 
 
 def _result(matrix: Tensor, evidence: Evidence) -> Tensor:
@@ -244,7 +266,7 @@ def _result(matrix: Tensor, evidence: Evidence) -> Tensor:
     variance, beta2 = evidence.state_before.get(ROW_VARIANCE), rule.beta2
     if variance is None or beta2 is None:
         return orthogonal
-    return RowNormalization(variance.double(), beta2)(orthogonal)
+    return _turned(RowNormalization(variance.double(), beta2)(_turned(orthogonal, evidence)), evidence)
 
 
 def _direction(evidence: Evidence, *, nesterov: bool) -> Tensor:

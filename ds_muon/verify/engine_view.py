@@ -7,6 +7,7 @@ DeepSpeed's ``Muon`` alike. DSMuon's partition plan is asked for one thing, the 
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+
+from ds_muon.partition import Layout
 
 # NorMuon's state, which is not cut like a partition.
 ROW_VARIANCE = "row_variance"
@@ -26,13 +29,17 @@ class CannotVerify(Exception):
 
 @dataclass(frozen=True)
 class Placed:
-    """A parameter and where it lies: its param group, and its first element in the group's flat buffer."""
+    """A parameter and where it lies: its param group, and its first element in the group's flat buffer.
+
+    ``layout`` says what the rows of a matrix are: an own look at the module, for the optimizer's routing may be wrong.
+    """
 
     name: str
     param: Tensor
     group: int
     offset: int
     use_muon: bool
+    layout: Layout = "out_in"
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,7 @@ class EngineView:
 
     Args:
         zero: ``engine.optimizer``.
+        module: ``engine.module``.
         names: the parameters to look at; all by default.
 
     Attributes:
@@ -68,7 +76,7 @@ class EngineView:
         CannotVerify: not a ZeRO-1/2 optimizer with DSMuon or DeepSpeed's Muon.
     """
 
-    def __init__(self, zero: Any, names: Collection[str] | None = None) -> None:
+    def __init__(self, zero: Any, module: nn.Module, names: Collection[str] | None = None) -> None:
         if not hasattr(zero, "single_partition_of_fp32_groups") or not hasattr(zero, "round_robin_bit16_offsets"):
             raise CannotVerify(
                 f"the engine's optimizer is {type(zero).__name__}: only DeepSpeed's ZeRO optimizer of stage 1 or 2 can "
@@ -81,18 +89,19 @@ class EngineView:
         self.process_group = zero.dp_process_group
         self.rank = dist.get_rank(self.process_group)
         self.world_size = dist.get_world_size(self.process_group)
-        located = list(self._located())
+        located = list(self._located(module))
         self.placed = [placed for placed in located if names is None or placed.name in names]
         self.shapes = Counter(tuple(placed.param.shape) for placed in located if placed.use_muon)
         self._owners = {m.name: m.owner for m in zero.plan.matrices} if self.is_dsmuon else {}
 
-    def _located(self) -> Iterable[Placed]:
+    def _located(self, module: nn.Module) -> Iterable[Placed]:
         zero = self.zero
         for group, (params, offsets) in enumerate(
             zip(zero.round_robin_bit16_groups, zero.round_robin_bit16_offsets, strict=True)
         ):
             for param, offset in zip(params, offsets, strict=True):
-                yield Placed(zero.param_names[param], param, group, offset, bool(zero.param_groups[group]["use_muon"]))
+                name, use_muon = zero.param_names[param], bool(zero.param_groups[group]["use_muon"])
+                yield Placed(name, param, group, offset, use_muon, _layout(module, name))
 
     # ---- settings -----------------------------------------------------------------------------------------------
 
@@ -262,6 +271,16 @@ class EngineView:
                 flat[start:end] = piece.reshape(-1)[start - position : end - position]
             position += piece.numel()
         return part
+
+
+def _layout(module: nn.Module, name: str) -> Layout:
+    """How transformers' Conv1D lays out the weight of this name, or every other module."""
+    # A module of this type cannot be there unless this was imported.
+    conv1d = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", ())
+    path = name.split(".")[:-1]
+    if "parametrizations" in path:  # a folder that torch puts into the module, for the parts of a weight
+        path = path[: path.index("parametrizations")]
+    return "in_out" if isinstance(module.get_submodule(".".join(path)), conv1d) else "out_in"
 
 
 def _dsmuon_rule(zero: Any) -> MuonRule:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import nn
+
 from ds_muon.say import log, say
 from ds_muon.verify.check import StepComparison
 from ds_muon.verify.record import UpdateRecord
@@ -21,15 +23,17 @@ class TrainingCheck:
 
     Args:
         zero: the optimizer, whose plan names the matrices; the same on every rank.
+        module: the model that it trains.
         every: check each so many steps; 0 for never.
 
     Attributes:
         last: the latest record of a matrix that this rank owns; None before the first.
     """
 
-    def __init__(self, zero: Any, every: int) -> None:
+    def __init__(self, zero: Any, module: nn.Module, every: int) -> None:
         self.last: UpdateRecord | None = None
         self._zero = zero
+        self._module = module
         self._every = every if zero.plan.matrices else 0
         self._steps = 0
         self._checks = 0
@@ -41,7 +45,9 @@ class TrainingCheck:
         if self._comparison is None and self._every and (self._steps + 1) % self._every == 0:
             matrices = self._zero.plan.matrices
             name = matrices[self._checks % len(matrices)].name
-            self._comparison = StepComparison(self._zero, names=[name], keep_state=False, on_owner_only=True)
+            self._comparison = StepComparison(
+                self._zero, self._module, names=[name], keep_state=False, on_owner_only=True
+            )
 
     @contextmanager
     def around_step(self) -> Iterator[None]:

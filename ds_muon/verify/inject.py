@@ -19,8 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_muon.exchange import Transfer
+from ds_muon.guard import Verdict
 from ds_muon.orthogonalize import orthogonalize
 from ds_muon.partition import GroupPlan, Matrix, Slice
+from ds_muon.passes import Where
 from ds_muon.stage import MuonGroup
 from ds_muon.update import advance_row_variance, update_scale
 from ds_muon.verify import diagnose
@@ -39,17 +41,23 @@ _Replace = Callable[..., None]
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, what it does, and how the diagnosis of it begins. ``plant`` makes it, by replacing methods."""
+    """A fault, what it does, and how the diagnosis of it begins.
+
+    ``plant`` makes it, by replacing methods; what it returns, if anything, takes back what else it did. ``steps`` says
+    how many of them it takes to show.
+    """
 
     name: str
     summary: str
     diagnosis: str
-    plant: Callable[[Any, _Replace], None]
+    plant: Callable[[Any, _Replace], Callable[[], None] | None]
+    steps: int = 1
 
 
 @contextmanager
 def plant(name: str, engine: Any) -> Iterator[None]:
-    """Within this context the engine's optimizer makes one fault. Call it on every rank.
+    """Within this context the engine's optimizer makes one fault. Call it on every rank, before there is a check: what
+    the fault does to a gradient, autograd then does for the check.
 
     Raises:
         CannotVerify: the optimizer is not DSMuon's, or has nothing that this fault could change.
@@ -67,7 +75,9 @@ def plant(name: str, engine: Any) -> Iterator[None]:
 
             stack.enter_context(mock.patch.object(target, method, replaced))
 
-        FAULTS[name].plant(zero, replace)
+        take_back = FAULTS[name].plant(zero, replace)
+        if take_back is not None:
+            stack.callback(take_back)
         yield
 
 
@@ -84,16 +94,16 @@ def _clipped_gradient(zero: Any, replace: _Replace) -> None:
     """Muon's gradients are scaled down where the norm of all gradients exceeds half of what it was at first."""
     limits: list[float] = []
 
-    def measure(original: Callable[..., Tensor], gradients: list[Tensor], stop: bool) -> Tensor:
-        measures = original(gradients, stop)
-        norm = math.sqrt(float(measures[:-1].sum()))
+    def measure(original: Callable[..., Verdict], gradients: list[Tensor]) -> Verdict:
+        verdict = original(gradients)
+        norm = math.sqrt(float(verdict.squares.sum()))
         if math.isfinite(norm):
             limits.append(norm / 2)
             for gradient in _of_muon(zero, gradients):
                 gradient.mul_(min(1.0, limits[0] / norm))
-        return measures
+        return verdict
 
-    replace("measure", measure, zero.guard)
+    replace("_measure", measure)
 
 
 def _loss_scaled(zero: Any, replace: _Replace) -> None:
@@ -124,11 +134,34 @@ def _not_averaged(zero: Any, replace: _Replace) -> None:
 def _momentum_twice(zero: Any, replace: _Replace) -> None:
     """The momentum takes in the same gradient two times."""
 
-    def advance(original: Callable[..., None], group_index: int, gradient: Tensor, where: Tensor) -> None:
+    def advance(original: Callable[..., None], group_index: int, gradient: Tensor, where: Where) -> None:
         original(group_index, gradient.clone(), where)
         original(group_index, gradient, where)
 
     replace("advance_momentum_", advance, zero.optimizer)
+
+
+def _idle_moves(zero: Any, replace: _Replace) -> Callable[[], None]:
+    """A matrix that has no gradient goes on by its momentum and decays. One of them has none after the first step."""
+    matrices = zero.plan.matrices
+    chosen = next((matrix for matrix in matrices if matrix.straddles), matrices[0])
+    (param,) = (param for param, name in zero.param_names.items() if name == chosen.name)
+    steps: list[int] = []
+
+    def commit(original: Callable[..., None], gradients: list[Tensor]) -> None:
+        original(gradients)
+        steps.append(len(steps))
+
+    def measure(original: Callable[..., Verdict], gradients: list[Tensor]) -> Verdict:
+        verdict = original(gradients)
+        all_move = tuple(verdict.may_move.repeat(len(moves)) for moves in verdict.moves)
+        return Verdict(verdict.squares, verdict.may_move, all_move, verdict.known)
+
+    replace("_commit", commit)
+    replace("_measure", measure)
+    hook = param.register_hook(lambda gradient: torch.zeros_like(gradient) if steps else None)
+    take_back: Callable[[], None] = hook.remove
+    return take_back
 
 
 # ---- of the update --------------------------------------------------------------------------------------------------
@@ -148,8 +181,9 @@ def _slice(zero: Any, replace: _Replace) -> None:
             (output,) = orthogonalize([alone.view(matrix.rows, matrix.cols)], zero.newton_schulz)
             if group.row_variance is not None and variance is not None:
                 before, beta2 = group.row_variance.of(variance, matrix.name), zero.optimizer.config.beta2
-                output = output * advance_row_variance(output[None], before[None], beta2=beta2)[1][0]
-            scale = update_scale(zero.optimizer.config.adjust_lr_fn, matrix.rows, matrix.cols)
+                _, factors = advance_row_variance(output[None], before[None], beta2=beta2, layout=matrix.layout)
+                output = output * factors[0]
+            scale = update_scale(zero.optimizer.config.adjust_lr_fn, *matrix.sides)
             own = output.reshape(-1)[piece.start : piece.start + piece.numel]
             _piece(partition, piece).copy_(own).mul_(scale)
 
@@ -160,7 +194,7 @@ def _orthogonalized_twice(zero: Any, replace: _Replace) -> None:
     """Newton-Schulz runs on the result of Newton-Schulz, as when two layers of code each do it."""
 
     def orthogonalize_twice(group: MuonGroup, plan: GroupPlan, begun: _Begun) -> None:
-        MuonGroup.begin(group, begun.partition, begun.variance)
+        MuonGroup.begin(group, begun.partition, begun.variance, begun.moves)
         MuonGroup.run(group)
         MuonGroup.finish(group)
 
@@ -183,6 +217,22 @@ def _transposed(zero: Any, replace: _Replace) -> None:
                 stored.copy_(stored.view(matrix.rows, matrix.cols).mT.reshape(-1))
 
     _spoil_updates(zero, replace, transpose)
+
+
+def _conv1d_scale(zero: Any, replace: _Replace) -> None:
+    """A weight that is stored in x out, as transformers' Conv1D does, gets the scale of its transpose."""
+    adjust_lr_fn = zero.optimizer.config.adjust_lr_fn
+
+    def scale(original: Callable[[Matrix], float], matrix: Matrix) -> float:
+        return update_scale(adjust_lr_fn, matrix.rows, matrix.cols)
+
+    matrices = zero.plan.matrices
+    if all(update_scale(adjust_lr_fn, *m.sides) == update_scale(adjust_lr_fn, m.rows, m.cols) for m in matrices):
+        raise CannotVerify(
+            "no weight is stored in x out, as transformers' Conv1D stores it, and has another scale than its transpose"
+        )
+    for group in zero.muon_groups:
+        replace("_scale", scale, group)
 
 
 def _padding(zero: Any, replace: _Replace) -> None:
@@ -280,6 +330,8 @@ FAULTS: dict[str, Fault] = {
         Fault("stale-rank", "one rank's model keeps old weights", diagnose.STALE, _stale_rank),
         Fault("padding", "padding is read as part of a matrix", diagnose.PADDING, _padding),
         Fault("weight-decay", "AdamW's weight decay on Muon's weights", diagnose.WEIGHT_DECAY, _weight_decay),
+        Fault("idle-moves", "a matrix without a gradient moves", diagnose.WITHOUT_GRADIENT, _idle_moves, steps=2),
+        Fault("conv1d-scale", "a Conv1D's scale is its transpose's", diagnose.TRANSPOSED_SCALE, _conv1d_scale),
     )
 }
 
@@ -297,10 +349,11 @@ def _of_muon(zero: Any, tensors: list[Tensor]) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class _Begun:
-    """What a Muon group has been given: its partition, to be overwritten, NorMuon's variance, and a copy of U."""
+    """What a Muon group has been given: its partition, to be overwritten, NorMuon's variance, what moves; and U."""
 
     partition: Tensor
     variance: Tensor | None
+    moves: Tensor
     u: Tensor
 
 
@@ -313,10 +366,10 @@ def _spoil_updates(zero: Any, replace: _Replace, spoil: Callable[[MuonGroup, Gro
 
 
 def _note_and_begin(
-    begun: list[_Begun], original: Callable[..., None], partition: Tensor, variance: Tensor | None, *args: Any
+    begun: list[_Begun], original: Callable[..., None], partition: Tensor, variance: Tensor | None, moves: Tensor
 ) -> None:
-    begun.append(_Begun(partition, variance, partition.clone()))
-    original(partition, variance, *args)
+    begun.append(_Begun(partition, variance, moves, partition.clone()))
+    original(partition, variance, moves)
 
 
 def _finish_and_spoil(begun: list[_Begun], spoil: Callable[[_Begun], None], original: Callable[[], None]) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ds_muon.orthogonalize import NewtonSchulz, orthogonalize, reference_newton_schulz, schedule
 from ds_muon.orthogonalize.newton_schulz import restart_blocks, uses_gram
+from ds_muon.partition import Layout
 from ds_muon.passes import advance_momentum_
 from ds_muon.update import ROW_EPS, advance_row_variance, muon_update
 from ds_muon.verify import tolerances
@@ -31,7 +32,7 @@ _SMALL = 4096
 
 
 def muon_scale(adjust_lr_fn: str, rows: int, cols: int) -> float:
-    """The factor s on the orthogonalized matrix."""
+    """The factor s on the orthogonalized matrix, whose rows are outputs."""
     return {
         "original": math.sqrt(max(1.0, rows / cols)),
         "match_rms_adamw": 0.2 * math.sqrt(max(rows, cols)),
@@ -69,18 +70,28 @@ class RowNormalization:
 class MuonReference:
     """Momentum of one matrix in fp64, the change it calls for, and what roundings may add to that.
 
+    Rows are outputs in here: what is stored otherwise is turned on its way in and out.
+
     Args:
-        momentum_buffer: (rows, cols) fp64, the momentum to start from; advanced in place.
+        momentum_buffer: (rows, cols) fp64, the momentum to start from, as it is stored; advanced in place.
         rule: settings, and the dtypes whose roundings are to be explained.
-        row_variance: (rows,) fp64, NorMuon's to start from; None for plain Muon.
+        row_variance: one fp64 number for each output, NorMuon's to start from; None for plain Muon.
+        layout: of the matrix.
     """
 
-    def __init__(self, momentum_buffer: Tensor, rule: MuonRule, row_variance: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        momentum_buffer: Tensor,
+        rule: MuonRule,
+        row_variance: Tensor | None = None,
+        layout: Layout = "out_in",
+    ) -> None:
         # One for the reference, and one for each of the disturbed ones: their variances part from the first step on.
         counts = 0 if row_variance is None else 1 + tolerances.draws(tuple(momentum_buffer.shape))
         self._normalize = [RowNormalization(row_variance, rule.beta2) for _ in range(counts)]  # type: ignore[arg-type]
-        self.momentum_buffer = momentum_buffer
-        self.variance = torch.zeros_like(momentum_buffer)
+        self.momentum_buffer = momentum_buffer if layout == "out_in" else momentum_buffer.mT
+        self.variance = torch.zeros_like(self.momentum_buffer)
+        self._layout = layout
         self._rule = rule
         self._steps = 0
 
@@ -96,6 +107,8 @@ class MuonReference:
         Returns:
             The change of the weight, and what roundings explain of an error in it, in Frobenius norm.
         """
+        if self._layout == "in_out":
+            weight, gradient, variance = weight.mT, gradient.mT, variance.mT
         mu, m, rule = group["momentum"], self.momentum_buffer, self._rule
         m += (1 - mu) * (gradient - m)
         direction = gradient + mu * (m - gradient) if group["nesterov"] else m
@@ -106,7 +119,8 @@ class MuonReference:
             orthogonal = self._normalize[0](orthogonal)
         change = muon_change(weight, orthogonal, group, rule)
         self._steps += 1
-        return change, self._rounding(change, weight, direction, of_direction, group)
+        rounding = self._rounding(change, weight, direction, of_direction, group)
+        return change if self._layout == "out_in" else change.mT, rounding
 
     def _advance_variance(self, variance: Tensor, mu: float, nesterov: bool) -> Tensor:
         """Carry the variance of the gradient through M, and return that of U, in which the gradient stands twice."""
@@ -196,11 +210,12 @@ class AdamWReference:
 class SameDtypeMuon:
     """``ds_muon.muon_update`` on the whole matrix, in the dtypes of the engine, applied to the fp32 weight."""
 
-    def __init__(self, state: dict[str, Tensor], rule: MuonRule) -> None:
+    def __init__(self, state: dict[str, Tensor], rule: MuonRule, layout: Layout = "out_in") -> None:
         self.state = {"momentum_buffer": state["momentum_buffer"].to(rule.momentum_dtype)}
         if ROW_VARIANCE in state:
             self.state[ROW_VARIANCE] = state[ROW_VARIANCE].clone()
         self._rule = rule
+        self._layout = layout
         self._newton_schulz: dict[str, Any] = {
             "ns_steps": rule.ns_steps,
             "ns_method": rule.ns_method,
@@ -222,10 +237,11 @@ class SameDtypeMuon:
             adjust_lr_fn=self._rule.adjust_lr_fn,
             row_variance=self.state.get(ROW_VARIANCE),
             beta2=self._rule.beta2,
+            layout=self._layout,
             **self._newton_schulz,
         )
         self.state["momentum_buffer"].copy_(momentum_buffer)
-        return _apply(weight, update, group)
+        return _apply(weight, update, group) if gradient.any() else weight
 
     def new_weights_in_batches(
         self, weight: Tensor, gradient: Tensor, before: dict[str, Tensor | None], group: Group, most: int
@@ -233,19 +249,23 @@ class SameDtypeMuon:
         """The same, had the matrix been orthogonalized in a batch of 2, 3, ... ``most`` of its shape.
 
         A vendor's batched product may sum in another order for another number of matrices. ``before`` is the state
-        before the step; it and the reference's own stay as they are.
+        before the step; it and the reference's own stay as they are. Nothing if there is no gradient.
         """
+        if not gradient.any():
+            return
         direction = gradient.clone()
         momentum, variance = before["momentum_buffer"], before.get(ROW_VARIANCE)
         assert momentum is not None
         momentum_buffer = momentum.to(self._rule.momentum_dtype, copy=True)
         advance_momentum_(direction, momentum_buffer, momentum=group["momentum"], nesterov=group["nesterov"])
         settings = NewtonSchulz.resolve(weight.device, **self._newton_schulz)
-        scale = muon_scale(self._rule.adjust_lr_fn, *weight.shape)
+        scale = muon_scale(self._rule.adjust_lr_fn, *(weight if self._layout == "out_in" else weight.mT).shape)
         for count in range(2, most + 1):
             update = orthogonalize([direction] * count, settings)[0].to(torch.float32)
             if variance is not None:
-                _, factors = advance_row_variance(update[None], variance[None], beta2=self._rule.beta2 or 0.0)
+                _, factors = advance_row_variance(
+                    update[None], variance[None], beta2=self._rule.beta2 or 0.0, layout=self._layout
+                )
                 update.mul_(factors[0])
             yield _apply(weight, update.mul_(scale), group)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -15,9 +16,15 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.utils import logger
 
 import ds_muon
+from ds_muon.config import DSMuonConfig
 from ds_muon.launch import say_progress
+from ds_muon.refusals import config_refusals
+from ds_muon.registration import OPTIMIZER_TYPE
+from ds_muon.say import printable
 from ds_muon.verify.check import UpdateCheck
 from ds_muon.verify.engine_view import CannotVerify
 from ds_muon.verify.inject import FAULTS, plant
@@ -60,34 +67,93 @@ def read_config(path: Path | None) -> dict[str, Any]:
     """The DeepSpeed config in a file, or the default.
 
     Raises:
-        CannotVerify: the file cannot be read, is not a JSON object, or has blanks that a trainer was to fill in.
+        CannotVerify: the file cannot be read, is not a JSON object, has blanks that a trainer was to fill in, or holds
+            what DSMuon refuses: everything that can be seen without ranks, at once.
     """
     if path is None:
         return copy.deepcopy(DEFAULT_CONFIG)
+    where = f"--config {printable(str(path))}"
+    too_deep = CannotVerify(f"{where} is nested too deep: no setting of DeepSpeed is")
     try:
         config = json.loads(path.read_text())
     except OSError as error:
-        raise CannotVerify(f"--config {path}: {error.strerror or error}") from None
+        raise CannotVerify(f"{where}: {error.strerror or error}") from None
     except ValueError as error:
-        raise CannotVerify(f"--config {path} is not valid JSON: {error}") from None
+        raise CannotVerify(f"{where} is not valid JSON: {error}") from None
+    except RecursionError:
+        raise too_deep from None
     if not isinstance(config, dict):
-        raise CannotVerify(f"--config {path} holds a {type(config).__name__}: it must be a JSON object")
-    # The optimizer's own section has an "auto" that is a choice, and says itself which is not.
-    blanks = list(_blanks({key: value for key, value in config.items() if key != "optimizer"}))
-    if blanks:
-        raise CannotVerify(
-            f'--config {path}: {", ".join(blanks)} {"is" if len(blanks) == 1 else "are"} "auto", a blank that a '
-            "trainer fills in: write down what it would fill in, or leave the key out"
-        )
+        raise CannotVerify(f"{where} holds a {type(config).__name__}: it must be a JSON object")
+    try:
+        problems = _problems(config)
+    except RecursionError:
+        raise too_deep from None
+    if problems:
+        raise CannotVerify(f"{where}: {problems[0]}" if len(problems) == 1 else "\n".join([f"{where}:", *problems]))
     return config
 
 
-def _blanks(section: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    for key, value in section.items():
+def _problems(config: dict[str, Any]) -> list[str]:
+    """One line for each thing that is wrong whatever the ranks and the model are."""
+    kind = _type_of(config)
+    is_ours = kind is not None and kind.lower() == OPTIMIZER_TYPE.lower()
+    filled = copy.deepcopy(config)
+    blanks = list(_take_blanks(filled))
+    if is_ours or kind is None:  # DSMuon has an "auto" that is a choice, and says itself which is not
+        blanks = [key for key in blanks if not key.startswith("optimizer.params.")]
+    problems = []
+    if blanks:
+        problems.append(
+            f'{", ".join(map(printable, blanks))} {"is" if len(blanks) == 1 else "are"} "auto", a blank that a '
+            "trainer fills in: write down what it would fill in, or leave the key out"
+        )
+    if is_ours:
+        problems += _refusals(filled)
+        params = config["optimizer"].get("params")
+        problems += DSMuonConfig.read({} if params is None else params)[1]
+    return problems
+
+
+def _take_blanks(section: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Remove every value "auto" and yield its key."""
+    for key, value in list(section.items()):
         if value == "auto":
+            del section[key]
             yield prefix + key
         elif isinstance(value, dict):
-            yield from _blanks(value, f"{prefix}{key}.")
+            yield from _take_blanks(value, f"{prefix}{key}.")
+
+
+def _refusals(config: dict[str, Any]) -> list[str]:
+    """What DSMuon refuses of a config. Nothing where DeepSpeed cannot read it: it says so itself, on the ranks."""
+    of_ranks = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    rest = {key: value for key, value in config.items() if key not in of_ranks}
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        return config_refusals(DeepSpeedConfig({**rest, of_ranks[1]: 1}), None)
+    except Exception:
+        return []
+    finally:
+        logger.setLevel(level)
+
+
+def _type_of(config: dict[str, Any]) -> str | None:
+    section = config.get("optimizer")
+    kind = section.get("type") if isinstance(section, dict) else None
+    return kind if isinstance(kind, str) else None
+
+
+def optimizer_type(config: dict[str, Any]) -> str:
+    """``optimizer.type``.
+
+    Raises:
+        CannotVerify: there is none.
+    """
+    kind = _type_of(config)
+    if kind is None:
+        raise CannotVerify('the config has no optimizer.type: set it to "DSMuon" (or to "Muon", DeepSpeed\'s own)')
+    return kind
 
 
 def run(task: Task) -> list[Outcome]:
@@ -97,7 +163,7 @@ def run(task: Task) -> list[Outcome]:
         CannotVerify: the engine cannot be checked, or made no step, or cannot show the one fault that was asked for.
     """
     # Torch compiles DeepSpeed's Muon, on a CPU for minutes and to no use.
-    eager = str(task.config["optimizer"]["type"]).lower() == "muon" and get_accelerator().device_name() == "cpu"
+    eager = optimizer_type(task.config).lower() == "muon" and get_accelerator().device_name() == "cpu"
     with torch.compiler.set_stance("force_eager") if eager else nullcontext():
         return _run(task)
 
@@ -122,6 +188,8 @@ class _CannotShow(CannotVerify):
 
 def _train(task: Task, fault: str | None) -> VerifyResult:
     """A new model and engine, from the same seed every time."""
+    if fault is not None and task.steps < FAULTS[fault].steps:
+        raise _CannotShow(f"--steps {task.steps}: {fault} takes {FAULTS[fault].steps} steps to show")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(task.seed)
     if task.model is None:
@@ -133,7 +201,6 @@ def _train(task: Task, fault: str | None) -> VerifyResult:
         engine = _engine(model, task.config)
         feed = endless(batches)
 
-    check = UpdateCheck(engine)
     rates: list[float] = []
     records: list[UpdateRecord] = []
     checked = 0
@@ -143,6 +210,7 @@ def _train(task: Task, fault: str | None) -> VerifyResult:
                 stack.enter_context(plant(fault, engine))
             except CannotVerify as error:
                 raise _CannotShow(str(error)) from None
+        check = UpdateCheck(engine)
         for _ in range(task.steps + _EXTRA_STEPS):
             for _ in range(engine.gradient_accumulation_steps()):
                 rates += [group["lr"] for group in engine.optimizer.param_groups]
@@ -165,7 +233,7 @@ def _train(task: Task, fault: str | None) -> VerifyResult:
             + _why_skipped(engine.optimizer)
         )
     result = VerifyResult(
-        optimizer=str(task.config["optimizer"]["type"]),
+        optimizer=optimizer_type(task.config),
         device=_device_name(),
         world_size=world_size,
         precision=check.precision,
@@ -200,8 +268,6 @@ def _why_skipped(zero: Any) -> str:
 
 
 def _engine(model: torch.nn.Module, config: dict[str, Any]) -> Any:
-    if not isinstance(config.get("optimizer"), dict) or "type" not in config["optimizer"]:
-        raise CannotVerify('the config has no optimizer.type: set it to "DSMuon" (or to "Muon", DeepSpeed\'s own)')
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         # DeepSpeed asks whether the hardware is fast at fp16. It need not be for a check: torch's CPU kernels have it.

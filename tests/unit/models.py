@@ -106,9 +106,20 @@ def change_newton_schulz(engine: Any, **changes: Any) -> NewtonSchulz:
 
 def full_weights(engine: Any) -> dict[str, Tensor]:
     """The fp32 weights of every parameter by name, assembled from all partitions, on CPU."""
+    return assembled(engine, engine.optimizer.single_partition_of_fp32_groups)
+
+
+def full_momentum(engine: Any) -> dict[str, Tensor]:
+    """Muon's momentum of every matrix by name, assembled from all partitions, on CPU."""
+    zero = engine.optimizer
+    return assembled(engine, [zero.optimizer.momentum_buffer(i) for i in range(len(zero.muon_groups))])
+
+
+def assembled(engine: Any, flats: Sequence[Tensor]) -> dict[str, Tensor]:
+    """What partitions of the first param groups hold of every parameter, by name, on CPU."""
     zero = engine.optimizer
     whole = {}
-    for group, flat in enumerate(zero.single_partition_of_fp32_groups):
+    for group, flat in enumerate(flats):
         pieces = [torch.empty_like(flat) for _ in range(torch.distributed.get_world_size())]
         torch.distributed.all_gather(pieces, flat.detach())
         joined = torch.cat(pieces).cpu()

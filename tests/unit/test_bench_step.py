@@ -409,8 +409,8 @@ def test_an_engine_is_instrumented_for_as_long_as_it_is_asked_for(clock: SimpleN
     exchange = Has("gather", "scatter", "_all_to_all")
     group = Has("begin", "run", "finish", "_orthogonalize", exchange=exchange)
     zero = Has(
-        *("_take_gradient", "_clip_adamw_", "_commit", "update_lp_params"),
-        guard=Has("measure", "wait_for_findings"),
+        *("_take_gradient", "_measure", "_clip_adamw_", "_commit", "update_lp_params"),
+        guard=Has("decide"),
         optimizer=Has("advance_momentum_"),
         muon_groups=[group],
     )

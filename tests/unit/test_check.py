@@ -42,9 +42,9 @@ def check_gpt(
 ) -> list[UpdateRecord]:
     torch.manual_seed(0)
     engine = start(model(MODEL), config)
-    check = UpdateCheck(engine)
     records = []
     with nullcontext() if fault is None else plant(fault, engine):
+        check = UpdateCheck(engine)
         for _ in range(steps):
             train_gpt(engine, 1)
             records += check.after_step()
@@ -64,10 +64,12 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 
 
+# What the model here cannot show, test_conv1d does.
+SHOWN = [fault for fault in FAULTS if fault != "conv1d-scale"]
 # On a CPU, where fewer kernels are at work, each fault in fp32 and in one other, in turns.
 PLANTED = [
     (fault, precision)
-    for i, fault in enumerate(FAULTS)
+    for i, fault in enumerate(SHOWN)
     for j, precision in enumerate(PRECISIONS)
     if DEVICE != "cpu" or j in (0, 1 + i % (len(PRECISIONS) - 1))
 ]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ds_muon import checkpoint
 from tests.unit.models import Block, PrescribedGradients, ds_config, full_weights, start, train_step
 from tests.unit.ranks import RankFailure, run_ranks, stop_all
 from tests.unit.test_step import exact_gradients, state_of
@@ -112,6 +115,164 @@ def test_loading_over_a_run_under_way_keeps_deepspeeds_links(tmp_path: Path) -> 
         assert_same(list(found["saved"]), list(found["restored"]))
         assert found["linked"] == pytest.approx(found["own"], rel=1e-6)
         assert found["moved"]
+
+
+class Layers(nn.Module):
+    """Three linear layers, of which some parameters are frozen."""
+
+    def __init__(self, frozen: Sequence[str] = (), *, last: bool = True) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 24)
+        if last:
+            self.c = nn.Linear(24, 8)
+        for name, p in self.named_parameters():
+            p.requires_grad_(name not in frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.children():
+            x = torch.relu(layer(x))
+        return x.square().mean()
+
+
+def everything(engine: Any) -> dict[str, Any]:
+    """What a checkpoint would change."""
+    return {
+        "model": {name: p.detach().clone() for name, p in engine.module.named_parameters()},
+        "weights": full_weights(engine),
+        "state": deepcopy(state_of(engine)),
+        "counters": [
+            engine.global_steps,
+            engine.skipped_steps,
+            engine.global_samples,
+            engine.lr_scheduler.state_dict(),
+        ],
+        "rates": [group["lr"] for group in engine.optimizer.param_groups],
+    }
+
+
+def save_layers(config: dict[str, Any], folder: str, model: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    torch.manual_seed(1)
+    engine = start(Layers(**model), config)
+    for _ in range(2):
+        train_step(engine, torch.ones(4, 16, device=engine.device, dtype=next(engine.module.parameters()).dtype))
+    engine.save_checkpoint(folder)
+    saved = {name: p.detach().cpu().clone() for name, p in engine.module.named_parameters()}
+    engine.destroy()
+    return saved
+
+
+def refuse_layers(
+    config: dict[str, Any], folder: str, saved: Any = None, model: Mapping[str, Any] = MappingProxyType({})
+) -> str:
+    """What is said of the checkpoint; proves that it has changed nothing, and that its weights can be had."""
+    torch.manual_seed(2)
+    engine = start(Layers(**model), config)
+    batch = torch.ones(4, 16, device=engine.device, dtype=next(engine.module.parameters()).dtype)
+    train_step(engine, batch)
+    before = everything(engine)
+    with pytest.raises((ValueError, RuntimeError)) as refused:
+        engine.load_checkpoint(folder)
+    assert_same(before, everything(engine))
+    if saved is not None:
+        engine.load_checkpoint(folder, load_module_only=True)
+        for name, p in engine.module.named_parameters():
+            assert torch.equal(p.cpu(), saved[name]), name
+        for name, weight in full_weights(engine).items():
+            assert torch.equal(weight, saved[name].float()), name
+    train_step(engine, batch)
+    engine.destroy()
+    return str(refused.value)
+
+
+SCHEDULED = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}}
+DSMUON = ds_config(dtype="bfloat16", **SCHEDULED)
+ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "said"),
+    [
+        ({"frozen": ("b.weight",)}, {}, "'b.weight' is trained here, but not in the run that saved it"),
+        ({"frozen": ("b.bias",)}, {}, "'b.bias' is trained here, but not in the run that saved it"),
+        ({}, {"frozen": ("b.weight",)}, "'b.weight' is not trained here (frozen, or not among the model_parameters)"),
+        ({}, {"frozen": ("a.bias", "b.bias", "c.bias")}, "'a.bias' and 2 more parameters are not trained here"),
+    ],
+)
+def test_a_checkpoint_of_other_trained_parameters_is_refused_by_name_and_changes_nothing(
+    tmp_path: Path, then: dict[str, Any], now: dict[str, Any], said: str
+) -> None:
+    saved = run_ranks(2, save_layers, DSMUON, str(tmp_path), then)[0]
+    for message in run_ranks(2, refuse_layers, DSMUON, str(tmp_path), saved, now):
+        assert said in message and "load_module_only=True" in message and "from_pretrained" in message
+
+
+@pytest.mark.parametrize(("then", "now"), [(True, False), (False, True)])
+def test_a_checkpoint_of_another_model_is_refused_by_the_names_of_its_parameters(
+    tmp_path: Path, then: bool, now: bool
+) -> None:
+    run_ranks(2, save_layers, DSMUON, str(tmp_path), {"last": then})
+    said = "is trained here, but not" if now else "are not in this model, or under another name"
+    for message in run_ranks(2, refuse_layers, DSMUON, str(tmp_path), None, {"last": now}):
+        assert "'c.weight' and 1 more parameter" in message and said.split(" ", 1)[1] in message
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (ds_config(dtype="bfloat16", **ADAMW, **SCHEDULED), "another optimizer, AdamW, and not by DSMuon"),
+        (ds_config(**SCHEDULED), "saved with bf16.enabled = false, and here it is true"),
+    ],
+)
+def test_the_cause_is_named_where_another_run_saved_the_checkpoint(
+    tmp_path: Path, config: dict[str, Any], named: str
+) -> None:
+    run_ranks(2, save_layers, config, str(tmp_path))
+    assert all(named in message for message in run_ranks(2, refuse_layers, DSMUON, str(tmp_path)))
+
+
+def test_the_optimizer_is_named_by_its_state_where_the_config_has_none() -> None:
+    adam = {"state": {0: {"step": 1, "exp_avg": 0, "exp_avg_sq": 0}}, "param_groups": []}
+    for config, base, named in (
+        ({"optimizer": {"type": "Lamb"}}, adam, "Lamb"),
+        ({}, adam, "Adam or AdamW"),
+        ("config.json", {"state": {0: {"momentum_buffer": 0}}}, "whose state is momentum_buffer"),
+        (None, {"state": {}}, "which has no state"),
+        (None, [adam], "which has no state"),
+    ):
+        saved = {"ds_config": config, "optimizer_state_dict": {"base_optimizer_state": base}}
+        assert checkpoint._optimizer_of(saved) == named
+
+
+@pytest.mark.parametrize(("saved_by", "ranks"), [(1, 2), (2, 1)])
+def test_a_checkpoint_of_another_world_size_is_refused_before_it_changes_anything(
+    tmp_path: Path, saved_by: int, ranks: int
+) -> None:
+    run_ranks(saved_by, save_layers, DSMUON, str(tmp_path))
+    for message in run_ranks(ranks, refuse_layers, DSMUON, str(tmp_path)):
+        assert f"was saved by {saved_by} ranks, and here are {ranks}" in message
+
+
+@pytest.mark.parametrize("fate", ["missing", "cut short"])
+def test_a_shard_that_one_rank_cannot_read_stops_all_and_is_named(tmp_path: Path, fate: str) -> None:
+    run_ranks(2, save_layers, DSMUON, str(tmp_path))
+    (shard,) = tmp_path.glob("*/*rank_1_mp_rank_00_optim_states.pt")
+    if fate == "missing":
+        shard.unlink()
+    else:
+        shard.write_bytes(shard.read_bytes()[:1000])
+    messages = run_ranks(2, refuse_layers, DSMUON, str(tmp_path))
+    assert all(shard.name in message for message in messages)
+
+
+def test_a_checkpoint_that_is_not_there_is_said_to_be() -> None:
+    assert "there is no such checkpoint" in run_ranks(1, load_nothing)[0]
+
+
+def load_nothing() -> str:
+    engine = start(Layers(), DSMUON)
+    with pytest.raises(FileNotFoundError) as refused:
+        engine.load_checkpoint("/tmp", tag="no such tag")
+    return str(refused.value)
 
 
 def save_then_load(save: dict[str, Any], load: dict[str, Any], folder: str) -> None:

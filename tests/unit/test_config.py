@@ -308,6 +308,56 @@ def test_all_problems_are_reported_at_once():
     assert sorted(keys) == sorted(f"optimizer.params.{k}" for k in ("lr", "betas", "ns_backend", "muon_lr", "ns_step"))
 
 
+def nested(depth: int, key: str | None = None) -> object:
+    value: object = []
+    for _ in range(depth):
+        value = [value] if key is None else {key: value}
+    return value
+
+
+ANYTHING = [
+    *(nested(10_000), nested(10_000, "a"), [nested(10_000)], [[nested(10_000), 1, 2]], 10**5000, [10**5000, 0.5]),
+    *("\ud800", ["\ud800"], {"\ud800": 1}, b"\xff", object(), float("nan"), [float("inf")], {1}, "1" * 10_000),
+]
+
+
+@pytest.mark.parametrize("key", [*DEFAULTS, "zzz"])
+def test_whatever_a_key_holds_is_refused_in_words_that_can_be_printed(key):
+    for value in ANYTHING:
+        if key == "verify_every" and value == 10**5000:
+            continue  # an integer >= 0
+        for line in problems(**{key: value}):
+            assert line.startswith(f"optimizer.params.{key}") and len(line.encode()) < 2000 and line.isprintable()
+
+
+@pytest.mark.parametrize("key", ["a\nb", "\ud800", "", " ", "é\x1b[31m", 1, None, ("a",)])
+def test_whatever_is_a_key_is_refused_in_words_that_can_be_printed(key):
+    with pytest.raises(DSMuonConfigError) as caught:
+        DSMuonConfig.parse({key: 1})
+    assert str(caught.value).isprintable() and str(caught.value).encode()
+    assert "is not a key of DSMuon" in str(caught.value)
+
+
+@pytest.mark.parametrize("key", [*NOT_NEGATIVE, "grad_norm_skip_threshold"])
+def test_numbers_are_what_they_are_in_fp32(key):
+    for value in (3.4e38, 1.5e-45):
+        assert getattr(DSMuonConfig.parse({key: value}), key) == value
+    for value in (1e39, 10**39):
+        assert f"optimizer.params.{key} = " in problem(**{key: value})
+        assert "is infinite in fp32, in which it is used; set a number" in problem(**{key: value})
+    assert "is 0 in fp32, in which it is used; set a number" in problem(**{key: 1e-46})
+
+
+def test_what_is_right_can_be_had_beside_the_problems():
+    config, lines = DSMuonConfig.read({"lr": "x", "momentum": 0.5, "zzz": 1, "muon_params": ["a"], "beta2": 0.9})
+    assert (config.lr, config.momentum, config.muon_params, config.beta2) == (0.02, 0.5, ("a",), 0.95)
+    assert config.model_fields_set == {"momentum", "muon_params"}
+    assert [line.split(" ")[0].rsplit(".")[-1] for line in lines] == ["lr", "beta2", "zzz"]
+    config, lines = DSMuonConfig.read({"variant": "nor", "beta2": 0.9, "ns_coefficients": [[1, 1, 1]] * 6})
+    assert config.variant == "muon" and config.ns_coefficients == "quintic"
+    assert [line.split(" ")[0].rsplit(".")[-1] for line in lines] == ["variant"]
+
+
 def test_a_section_that_is_no_object_is_refused():
     with pytest.raises(DSMuonConfigError, match=r"optimizer.params = \[1\]: is not a JSON object"):
         DSMuonConfig.parse([1])  # type: ignore[arg-type]

@@ -104,7 +104,7 @@ def test_every_extra_is_in_the_table_of_extras() -> None:
 
 def test_every_fault_that_can_be_injected_is_listed() -> None:
     text = section(page("verify"), "Planted faults")
-    assert re.findall(r"^\| `([a-z-]+)` \|", text, flags=re.MULTILINE) == list(FAULTS)
+    assert re.findall(r"^\| `([a-z0-9-]+)` \|", text, flags=re.MULTILINE) == list(FAULTS)
 
 
 def as_filled_in(params: dict[str, Any]) -> dict[str, Any]:

@@ -19,11 +19,11 @@ from torch import Tensor
 from ds_muon import Plan, Rates, make_plan
 from ds_muon.capture import read_capture
 from ds_muon.verify import UpdateRecord
-from ds_muon.verify.inject import FAULTS, found
+from ds_muon.verify.inject import found
 from tests.unit.faulty import faulty_backend, sick
 from tests.unit.models import ds_config, full_weights, start_groups, train_step
 from tests.unit.ranks import DEVICE, run_ranks
-from tests.unit.test_check import check_gpt
+from tests.unit.test_check import SHOWN, check_gpt
 from tests.unit.test_nan_guard import CASES, SHAPES, WHOLE, bad_second_step
 from tests.unit.test_normuon import variances
 from tests.unit.test_step import assert_equal, exact_gradients
@@ -166,7 +166,7 @@ def test_the_check_finds_nothing_wrong_and_tells_the_owner() -> None:
             assert all(record.against_same_dtype.error == 0 for record in muon)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", SHOWN)
 def test_every_planted_fault_is_found_whoever_owns_a_matrix(fault: str) -> None:
     config = ds_config({"weight_decay": 0.01, "adam_weight_decay": 0.1}, gradient_clipping=1.0)
     for records in run_ranks(2, check_gpt_owned, "next", config, fault):

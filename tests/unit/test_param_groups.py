@@ -149,7 +149,7 @@ def test_other_keys_are_carried_along_and_the_given_dict_is_left_alone():
     "own",
     [
         *({"lr": value} for value in (-1.0, "auto", "0.1", None)),
-        *({"weight_decay": -0.1}, {"momentum": 1.0}, {"betas": [0.9]}, {"eps": float("nan")}),
+        *({"weight_decay": -0.1}, {"momentum": 1.0}, {"betas": [0.9]}, {"eps": float("nan")}, {"lr": 1e39}),
     ],
 )
 def test_a_groups_own_values_are_checked(own):
@@ -158,6 +158,14 @@ def test_a_groups_own_values_are_checked(own):
     given = [{"params": [model.wte.weight]}, {"params": model.h.parameters(), **own}]
     with pytest.raises(DSMuonConfigError, match=rf"^param_groups\[1\]\.{key}"):
         split(model, given)
+
+
+@pytest.mark.parametrize("own", [{"lr": 3e38, "weight_decay": 2.0}, {"weight_decay": 3e38, "lr": 1.2}, {"lr": 3e38}])
+def test_a_decay_that_is_infinite_in_fp32_is_refused(own):
+    model = GPT()
+    config = DSMuonConfig.parse({"weight_decay": 2.0})
+    with pytest.raises(DSMuonConfigError, match=r"lr = .* and weight_decay = .* infinite in fp32"):
+        split_param_groups(model, [{"params": model.parameters(), **own}], route(model), config)
 
 
 @pytest.mark.parametrize("key", ["adam_lr", "muon_lr", "ns_steps", "muon_params"])

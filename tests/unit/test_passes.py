@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ds_muon import muon_update, passes
-from ds_muon.passes import torch_passes
+from ds_muon.passes import Segments, Where, torch_passes
 from tests.unit import test_step
 from tests.unit.interpreter import may_interpret
 from tests.unit.models import ds_config
@@ -141,16 +141,67 @@ def test_the_momentum_has_the_bits_of_torch(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("momentum", MOMENTUMS)
-def test_a_forbidden_step_leaves_the_momentum_and_gives_the_update_of_a_gradient_like_it(
+def test_a_forbidden_step_leaves_the_momentum_and_gives_zeros(
     momentum: float, nesterov: bool, dtype: torch.dtype
 ) -> None:
-    gradient = torch.full((4097,), math.nan, device=DEVICE)
-    buffer = numbers(4097, seed=1).clamp(-1e30, 1e30).to(dtype)
-    before, of_itself = buffer.clone(), buffer.float()
-    triton_passes.advance_momentum_(gradient, buffer, momentum=momentum, nesterov=nesterov, where=scalar(False))
-    assert torch.equal(buffer, before)
-    torch_passes.advance_momentum_(of_itself, before.clone(), momentum=momentum, nesterov=nesterov)
-    assert torch.equal(gradient, of_itself)
+    buffer = numbers(4097, seed=1).to(dtype)
+    for module in (torch_passes, triton_passes):
+        gradient, kept = torch.full((4097,), math.nan, device=DEVICE), buffer.clone()
+        module.advance_momentum_(gradient, kept, momentum=momentum, nesterov=nesterov, where=scalar(False))
+        assert same_bits(kept, buffer) and same_bits(gradient, torch.zeros_like(gradient))
+
+
+# Where matrices begin, and elements of the partition: one, many in a block, several blocks each, a gap in front. Those
+# that are long are cut where sums are.
+SHORT: dict[str, tuple[list[int], int]] = {
+    "one": ([0], 3000),
+    "tiny": ([0, 1, 3, 900, 1023, 1024, 1025, 2047, 2048], 2049),
+    "several blocks": ([5, 2500, 6144], 8000),
+    "none": ([], 1500),
+}
+CUTS = SHORT | {"long": ([5, 70_000, 140_000], 200_000), "aligned": ([0, 65_536, 131_072], 196_608)}
+
+
+def cut(name: str, pattern: int) -> Where:
+    """Segments, of which every second does not move: the first one, or the second."""
+    starts, numel = CUTS[name]
+    flags = [bool((index + pattern) % 2) for index in range(len(starts))]
+    return Where(Segments.of(starts, numel, DEVICE), torch.tensor(flags, dtype=torch.bool, device=DEVICE))
+
+
+@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize(("dtype", "nesterov", "momentum"), [(DTYPES[0], True, 0.95), (DTYPES[1], False, 0.3)])
+def test_every_segment_moves_or_stays_by_its_own_flag(
+    name: str, dtype: torch.dtype, nesterov: bool, momentum: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (starts, numel), rule = CUTS[name], {"momentum": momentum, "nesterov": nesterov}
+    for pattern in (0, 1):
+        where = cut(name, pattern)
+        gradient, buffer = numbers(numel, poison=pattern == 1), numbers(numel, seed=1).to(dtype)
+        weight, update = numbers(numel, seed=2), numbers(numel, seed=3)
+        moved_u, moved_m = gradient.clone(), buffer.clone()
+        torch_passes.advance_momentum_(moved_u, moved_m, **rule)
+        decayed = weight.clone()
+        torch_passes.apply_update_(decayed, update.clone(), lr=0.02, weight_decay=0.1)
+        kept = weight - update * 0.02
+        u, m, w = moved_u.clone(), moved_m.clone(), decayed.clone()
+        for index, (start, end) in enumerate(itertools.pairwise([0, *starts[1:], numel] if starts else [])):
+            if not (index + pattern) % 2:
+                u[start:end], m[start:end], w[start:end] = 0, buffer[start:end], kept[start:end]
+        for module, chunk in ((triton_passes, 1 << 24), (torch_passes, 1 << 24), (torch_passes, 1000)):
+            monkeypatch.setattr(torch_passes, "_CHUNK", chunk)
+            found_u, found_m, found_w = Framed(gradient, 0), Framed(buffer, 0), Framed(weight, 0)
+            module.advance_momentum_(found_u.view, found_m.view, **rule, where=where)
+            module.apply_update_(found_w.view, update.clone(), lr=0.02, weight_decay=0.1, where=where)
+            assert same_bits(found_u.view, u) and same_bits(found_m.view, m) and same_bits(found_w.view, w)
+            assert found_u.is_intact() and found_m.is_intact() and found_w.is_intact()
+
+
+def test_there_is_a_flag_for_each_segment() -> None:
+    segments = Segments.of([0, 5], 9, DEVICE)
+    for count in (1, 3):
+        with pytest.raises(ValueError, match="2 segments need as many flags"):
+            Where(segments, torch.ones(count, dtype=torch.bool, device=DEVICE))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -188,16 +239,31 @@ def stored(batch: int, rows: int, cols: int, dtype: torch.dtype, kind: str) -> T
     return memory.to(DEVICE).view(batch, rows, pitch)[..., :cols]
 
 
-@pytest.mark.parametrize("with_factors", [False, True])
-@pytest.mark.parametrize("kind", ["dense", "pitched", "transposed"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("shape", [(1, 1), (3, 50), (50, 3), (64, 128), (130, 65)])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "kind", "factors_of"),
+    [
+        case
+        for case in itertools.product(
+            [(1, 1), (3, 50), (50, 3), (64, 128), (130, 65)],
+            [torch.float16, torch.bfloat16, torch.float32],
+            ["dense", "pitched", "transposed"],
+            [None, "rows", "columns"],
+        )
+        if case[1] == torch.float16 or case[3] != "columns"
+    ],
+    ids=str,
+)
 def test_updates_are_stored_with_the_bits_of_torch(
-    shape: tuple[int, int], dtype: torch.dtype, kind: str, with_factors: bool
+    shape: tuple[int, int], dtype: torch.dtype, kind: str, factors_of: str | None
 ) -> None:
     outputs = stored(3, *shape, dtype, kind)
     before = outputs.clone()
-    factors = numbers(3 * shape[0], seed=2).view(3, shape[0], 1) if with_factors else None
+    rows, cols = shape
+    factors = {
+        None: None,
+        "rows": numbers(3 * rows, seed=2).view(3, rows, 1),
+        "columns": numbers(3 * cols, seed=2).view(3, 1, cols),
+    }[factors_of]
     for scale, shift in itertools.product((1.0, 0.2 * math.sqrt(3)), (0, 1)):
         expected = [torch.zeros(shape, device=DEVICE) for _ in outputs]
         torch_passes.store_updates(outputs, expected, scale=scale, factors=factors)
@@ -250,6 +316,36 @@ def test_squares_are_summed_to_fp64_precision(numel: int) -> None:
         assert not triton_passes.sum_of_squares(x).isfinite()
 
 
+@pytest.mark.parametrize("name", CUTS)
+def test_squares_of_each_segment_are_summed_alone(name: str) -> None:
+    starts, numel = CUTS[name]
+    x, segments = numbers(numel), Segments.of(starts, numel, DEVICE)
+    if len(starts) > 1:
+        x[starts[1] : [*starts, numel][2]] = 0
+    pieces = torch.split(x, segments.sizes) if starts else ()
+    exact = [math.fsum(value * value for value in piece.double().tolist()) for piece in pieces]
+    for module in (torch_passes, triton_passes):
+        found = module.sum_of_squares(x, segments)
+        assert found.dtype == torch.float64 and found.tolist() == pytest.approx(exact, rel=1e-14, abs=0)
+        assert torch.equal(found, module.sum_of_squares(x, segments))
+        assert [value == 0 for value in found.tolist()] == [not piece.any() for piece in pieces]
+    for index, (piece, poison) in enumerate(zip(pieces, itertools.cycle((math.nan, math.inf)), strict=False)):
+        kept = piece[-1].clone()
+        piece[-1] = poison
+        for module in (torch_passes, triton_passes):
+            finite = module.sum_of_squares(x, segments).isfinite().tolist()
+            assert finite == [other != index for other in range(len(starts))]
+        piece[-1] = kept
+
+
+def test_the_least_number_counts() -> None:
+    x = torch.zeros(3000, device=DEVICE)
+    x[1700] = 1e-45
+    segments = Segments.of([0, 1024], 3000, DEVICE)
+    for module in (torch_passes, triton_passes):
+        assert module.sum_of_squares(x, segments).ne(0).tolist() == [False, True]
+
+
 # ---- edges ----------------------------------------------------------------------------------------------------------
 
 
@@ -290,8 +386,11 @@ def test_elements_beyond_2_to_the_31_are_reached() -> None:
     x, m = torch.zeros(numel, device=DEVICE), torch.zeros(numel, dtype=torch.bfloat16, device=DEVICE)
     x[-tail:] = numbers(tail)
     u_end, m_end = x[-tail:].clone(), m[-tail:].clone()
-    assert float(triton_passes.sum_of_squares(x)) == pytest.approx(float(u_end.double().square().sum()), rel=1e-14)
-    triton_passes.advance_momentum_(x, m, momentum=0.95, nesterov=True)
+    square = float(u_end.double().square().sum())
+    where = Where(Segments.of([0, numel - tail], numel, DEVICE), torch.tensor([False, True], device=DEVICE))
+    assert float(triton_passes.sum_of_squares(x)) == pytest.approx(square, rel=1e-14)
+    assert triton_passes.sum_of_squares(x, where.segments).tolist() == pytest.approx([0, square], rel=1e-14, abs=0)
+    triton_passes.advance_momentum_(x, m, momentum=0.95, nesterov=True, where=where)
     torch_passes.advance_momentum_(u_end, m_end, momentum=0.95, nesterov=True)
     assert same_bits(x[-tail:], u_end) and same_bits(m[-tail:], m_end)
     assert x[:-tail].count_nonzero() == 0

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+import deepspeed
 import pytest
 import torch
 from torch import nn
@@ -165,6 +166,46 @@ def test_a_config_that_cannot_train_right_is_refused_on_every_rank(case: str) ->
     assert set(failure.value.errors) == {0, 1}
     for error in failure.value.errors.values():
         assert all(fragment in error for fragment in fragments), error
+
+
+def test_everything_that_is_wrong_is_said_at_once_on_every_rank() -> None:
+    params = {"lr": "x", "momentum": 2, "\ud800\n": 1, "ns_backend": "triton"}
+    params |= {"muon_params": ["nothing.*", "p0", "none"], "no_decay_params": ["never"]}
+    config = ds_config(params, zero={"reduce_scatter": True}, compile={"deepcompile": True})
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(2, initialize, config, timeout=60)
+    beginnings = (
+        "ds_muon.refusals.DSMuonRefusal: DSMuon refuses this setup:",
+        "zero_optimization.reduce_scatter = true",
+        "compile.deepcompile = true",
+        'optimizer.params.lr = "x"',
+        "optimizer.params.momentum = 2",
+        "optimizer.params.\\ud800\\n = 1",
+        "ns_backend",
+        "optimizer.params.muon_params: 'nothing.*' matches no parameter",
+        "optimizer.params.muon_params: 'none' matches no parameter",
+        "optimizer.params.no_decay_params: 'never' matches no parameter",
+    )
+    for error in failure.value.errors.values():
+        lines = error.splitlines()[-len(beginnings) :]
+        assert all(beginning in line for line, beginning in zip(lines, beginnings, strict=True)), error
+
+
+@pytest.mark.parametrize("kind", ["lone surrogate", "nested", "huge", "lr"])
+def test_what_no_setting_can_be_is_refused_in_words_on_every_rank(kind: str) -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(2, initialize_with, kind, timeout=60)
+    assert set(failure.value.errors) == {0, 1}
+    assert all("DSMuonConfigError: optimizer.params." in error for error in failure.value.errors.values())
+
+
+def initialize_with(kind: str) -> None:
+    # Made here: a value nested so deep can be neither sent nor copied.
+    deep: list[Any] = []
+    for _ in range(10_000):
+        deep = [deep]
+    values = {"lone surrogate": {"\ud800": 1}, "nested": {"betas": deep}, "huge": {"lr": 10**5000}, "lr": {"lr": 1e39}}
+    deepspeed.initialize(model=PrescribedGradients([(8, 8)]), config=ds_config(values[kind]))
 
 
 def test_an_absent_reduce_scatter_is_refused_as_deepspeeds_default() -> None:

@@ -103,7 +103,7 @@ class Rank0:
         )[1]
 
     def begin(self) -> None:
-        self.group.begin(self.partition, None)
+        self.group.begin(self.partition, None, torch.ones(len(self.plan.matrices), dtype=torch.bool))
 
     def assert_right(self) -> None:
         for (_, piece), output in zip(self.plan.held(0), self._expected, strict=True):

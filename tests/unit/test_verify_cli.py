@@ -30,13 +30,14 @@ from hypothesis import strategies as st
 import ds_muon
 from ds_muon import cli, launch
 from ds_muon.launch import FAILED
-from ds_muon.verify import outcome, subject, table
+from ds_muon.verify import outcome, session, subject, table
 from ds_muon.verify.__main__ import missing_launcher
 from ds_muon.verify.engine_view import CannotVerify
 from ds_muon.verify.inject import FAULTS
 from ds_muon.verify.outcome import NotShown
 from ds_muon.verify.record import Comparison, UpdateRecord, VerifyResult
-from ds_muon.verify.session import DEFAULT_CONFIG, read_config
+from ds_muon.verify.session import DEFAULT_CONFIG, Task, read_config
+from ds_muon.verify.session import run as run_task
 from tests.unit.processes import marked, processes_with, within
 
 ROOT = Path(__file__).parents[2]
@@ -295,6 +296,13 @@ def test_options_have_defaults_and_limits(capsys: pytest.CaptureFixture[str]) ->
     capsys.readouterr()
 
 
+def test_a_fault_that_takes_more_steps_to_show_says_so() -> None:
+    for fault in (fault for fault in FAULTS.values() if fault.steps > 1):
+        task = Task({"optimizer": {"type": "DSMuon"}}, fault.steps - 1, None, 0, fault.name)
+        with pytest.raises(CannotVerify, match=f"{fault.name} takes {fault.steps} steps to show"):
+            run_task(task)
+
+
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["--version"])
@@ -384,6 +392,64 @@ def test_blanks_for_a_trainer_are_named(tmp_path: Path) -> None:
         read_config(path)
     path.write_text(json.dumps({"optimizer": {"params": {"ns_dtype": "auto"}}}))
     assert read_config(path)["optimizer"] == {"params": {"ns_dtype": "auto"}}
+
+
+def test_everything_that_is_wrong_with_a_config_is_said_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    params = {"lr": "auto", "momentum": 2, "ns_dtype": "auto", "a\nb\ud800": 1}
+    wrong = {
+        "train_batch_size": "auto",
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "dsmuon", "params": params},
+        "zero_optimization": {"stage": 2, "overlap_comm": "auto"},
+        "tensor_parallel": {"autotp_size": 2},
+    }
+    path.write_text(json.dumps(wrong))
+    with pytest.raises(CannotVerify) as refused:
+        read_config(path)
+    first, *lines = str(refused.value).splitlines()
+    beginnings = (
+        'train_batch_size, bf16.enabled, zero_optimization.overlap_comm are "auto"',
+        "zero_optimization.reduce_scatter = true (DeepSpeed's default when the key is absent)",
+        "tensor_parallel.autotp_size = 2",
+        'optimizer.params.lr = "auto"',
+        "optimizer.params.momentum = 2",
+        "optimizer.params.a\\nb\\ud800 = 1",
+    )
+    assert first == f"--config {path}:" and len(lines) == len(beginnings)
+    assert all(line.startswith(beginning) for line, beginning in zip(lines, beginnings, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[" * 100_000, "nested too deep"),
+        ('{"a": ' * 900 + "1" + "}" * 900, "nested too deep"),
+        (f'{{"train_batch_size": {"9" * 5000}}}', "not valid JSON"),
+        ("\xff", "not valid JSON"),
+        ('{"\\ud800": "auto"}', '\\ud800 is "auto"'),
+        ('{"optimizer": {"type": "DSMuon", "params": [1]}}', "optimizer.params = [1]: is not a JSON object"),
+        ('{"optimizer": {"type": "Muon", "params": {"lr": "auto"}}}', 'optimizer.params.lr is "auto"'),
+    ],
+)
+def test_a_config_file_that_nothing_can_read_is_refused_in_words(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "config\udcff.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(CannotVerify) as refused:
+        read_config(path)
+    assert said in str(refused.value) and str(refused.value).encode()
+
+
+@pytest.mark.parametrize("config", [{}, {"optimizer": None}, {"optimizer": {"params": {}}}, {"optimizer": {"type": 1}}])
+def test_a_config_without_an_optimizer_is_refused_before_ranks_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: dict[str, Any]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert cli.main(["verify", "--config", str(tmp_path / "config.json")]) == 2
+    said = capsys.readouterr().err
+    assert "has no optimizer.type" in said and "starting" not in said
+    with pytest.raises(CannotVerify, match=r"has no optimizer\.type"):
+        session.run(Task(config, 1, None, 0, None))
 
 
 def test_the_default_config_cannot_be_changed_by_its_user() -> None:

@@ -1,0 +1,272 @@
+"""Agreement between ranks: who is there, whether all were given the same, and what one of them finds.
+
+Ranks that wait for each other in different collectives wait in vain. So they first meet in the store of the process
+group (``RollCall``), where waiting can end; then they compare what they were given (``agree``); and later an error on
+one of them stops all (``raise_together``).
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import PurePath
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from ds_muon.refusals import DSMuonRefusal
+from ds_muon.say import log, printable
+
+T = TypeVar("T")
+
+PATIENCE_SECONDS = 30.0
+"""How long ranks wait without a word for one that has not come, and how long for one that does something else."""
+
+_LONGEST_VALUE = 120
+_RANKS_SHOWN = 8
+# No setting of DeepSpeed lies so deep, and Python's own recursion ends at 1000.
+_DEEPEST = 100
+
+Place = tuple[str, ...]
+
+
+def gather(value: T, process_group: dist.ProcessGroup | None) -> list[T]:
+    """What every rank brings, in order of rank. A collective; blocks the host."""
+    values: list[Any] = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(values, value, group=process_group)
+    return values
+
+
+def raise_together(error: Exception | None, process_group: dist.ProcessGroup | None = None) -> None:
+    """Raise on every rank of the group if any rank brings an error, so that none is left waiting in a collective.
+
+    A rank raises its own error where it has one, otherwise a ``RuntimeError`` that quotes the first rank that does.
+    A collective: every rank of the group must call it. Blocks the host.
+    """
+    if not dist.is_initialized() or dist.get_world_size(process_group) == 1:
+        if error is not None:
+            raise error
+        return
+    messages = gather(None if error is None else f"{type(error).__name__}: {error}", process_group)
+    if error is not None:
+        raise error
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise RuntimeError(f"rank {rank} stopped, and this rank with it. {message}")
+
+
+# ---- the same on every rank -----------------------------------------------------------------------------------------
+
+
+def agree(
+    what: str, facts: Mapping[str, Any], remedy: str, may_differ: Callable[[Place], bool] = lambda place: False
+) -> None:
+    """Raise the same error on every rank if one brings other facts than rank 0: it names the first that differs.
+
+    Args:
+        what: what the facts are, in the plural, such as "settings".
+        facts: mappings and sequences of values, nested as in a JSON file. The order of keys counts as little as that of
+            a number's type: 1 is 1.0. Of an object that JSON does not know, its type is compared.
+        remedy: what to do about it on every rank.
+        may_differ: whether to leave out a value, by the keys that lead to it.
+
+    Raises:
+        DSMuonRefusal: with the key, both values, and the ranks that have them.
+
+    A collective over all ranks; blocks the host.
+    """
+    if dist.get_world_size() == 1:
+        return
+    ours = {place: value for place, value in _leaves(facts) if not may_differ(place)}
+    digest = hashlib.sha256(json.dumps(sorted(ours.items())).encode()).digest()
+    digests = gather(digest, None)
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if not others:
+        return
+    box = [ours]
+    dist.broadcast_object_list(box, src=0)
+    differences = gather(_first_difference(box[0], ours), None)
+    _, place = min(difference[:2] for difference in differences if difference is not None)
+    ranks_of: dict[str, list[int]] = {}
+    for rank in others:
+        difference = differences[rank]
+        if difference is not None and difference[1] == place:
+            ranks_of.setdefault(difference[2], []).append(rank)
+    values = [f"{value} on {_ranks(ranks)}" for value, ranks in list(ranks_of.items())[:2]]
+    raise DSMuonRefusal(
+        f"ranks {_listed(others)} have other {what} than rank 0: {_name(place)} is {_shown(box[0].get(place))} on "
+        f"rank 0, {' and '.join(values)}; {remedy} on every rank"
+    )
+
+
+def _first_difference(theirs: Mapping[Place, str], ours: Mapping[Place, str]) -> tuple[int, Place, str] | None:
+    """Position, place and this rank's value of the first fact that is not rank 0's, in the order of rank 0."""
+    for position, place in enumerate([*theirs, *(place for place in ours if place not in theirs)]):
+        if theirs.get(place) != ours.get(place):
+            return position, place, _shown(ours.get(place))
+    return None
+
+
+def _leaves(value: Any, place: Place = ()) -> Iterator[tuple[Place, str]]:
+    """Every single value with its place, as a text that is the same in every process."""
+    children: Sequence[tuple[Any, Any]] = ()
+    if len(place) < _DEEPEST:
+        if isinstance(value, Mapping):
+            children = list(value.items())
+        elif isinstance(value, list | tuple):
+            children = [(f"[{index}]", child) for index, child in enumerate(value)]
+    if not children:
+        yield place, _text(value)
+    for key, child in children:
+        yield from _leaves(child, (*place, str(key)))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, enum.Enum):
+        value = value.value
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        # Python writes no more than 4300 digits of an integer.
+        return str(value) if abs(value) < 10**18 else hex(value)
+    if value is None or isinstance(value, str | bool | float):
+        return json.dumps(value)
+    if isinstance(value, torch.dtype | torch.device | PurePath):
+        return json.dumps(str(value))
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(map(_text, value)))}}}"
+    if isinstance(value, Mapping | list | tuple) and not value:
+        return "{}" if isinstance(value, Mapping) else "[]"
+    # An address in its repr would differ between ranks that agree.
+    return f"a {type(value).__module__}.{type(value).__qualname__}"
+
+
+def _name(place: Place) -> str:
+    return printable(".".join(place).replace(".[", "["))
+
+
+def _shown(text: str | None) -> str:
+    if text is None:
+        return "absent"
+    return text if len(text) <= _LONGEST_VALUE else text[:_LONGEST_VALUE] + "..."
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_listed(ranks)}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_RANKS_SHOWN]))
+    return f"[{shown}{f', ... {len(ranks)} in all' if len(ranks) > _RANKS_SHOWN else ''}]"
+
+
+# ---- all ranks are there --------------------------------------------------------------------------------------------
+
+
+class RollCall:
+    """Whether all ranks are about to build an engine with DSMuon, asked before any of them enters a collective.
+
+    Of a rank that builds another engine in that place, the others learn through the store of the process group. Of one
+    that has not come at all they cannot tell whether it never will or only takes long to load its model: they wait for
+    it as long as in any collective, but say so. One instance per process.
+    """
+
+    def __init__(self) -> None:
+        # Engines that this process has built: with DSMuon, and without it since the last one with it.
+        self._ours = 0
+        self._others = 0
+
+    def pass_by(self, what: str) -> None:
+        """Leave word that this rank builds ``what``, an engine without DSMuon. Waits for nobody and never raises."""
+        with suppress(Exception):
+            store = _store()
+            if store is not None:
+                store.set(f"{self._place()}/{dist.get_rank()}", what)
+                store.add(self._place(), 1)
+        self._others += 1
+
+    def wait_for_all(self) -> None:
+        """Return once every rank has called this as often as this rank.
+
+        Raises:
+            DSMuonRefusal: a rank builds an engine without DSMuon instead, or did not come within the time-out of the
+                process group.
+            RuntimeError: the store is gone.
+        """
+        store = _store()
+        if store is not None:
+            try:
+                self._wait(store)
+            except dist.DistError as error:
+                raise RuntimeError(
+                    "the store of the process group does not answer: the rank that holds it, usually 0, may have ended "
+                    f"with an error of its own; see its output ({error})"
+                ) from error
+        self._ours += 1
+        self._others = 0
+
+    def _place(self) -> str:
+        return f"ds_muon/{self._ours}/without/{self._others}"
+
+    def _wait(self, store: Any) -> None:
+        here = f"ds_muon/{self._ours}/here"
+        world_size, rank = dist.get_world_size(), dist.get_rank()
+        store.set(f"{here}/{rank}", "")
+        came_first = store.add(here, 1) == 1
+        start = time.monotonic()
+        elsewhere_since: float | None = None
+        warned = False
+        pause = 0.001
+        while store.add(here, 0) < world_size:
+            now = time.monotonic()
+            refusal = None
+            if elsewhere_since is None and store.add(self._place(), 0):
+                elsewhere_since = now
+            if elsewhere_since is not None and now - elsewhere_since > PATIENCE_SECONDS:
+                refusal = self._of_ranks_elsewhere(store, self._missing(store, here))
+                elsewhere_since = now  # they may have come meanwhile, and the one that is missing is another
+            if now - start > store.timeout.total_seconds():
+                refusal = self._of_ranks_missing(self._missing(store, here), now - start)
+            if refusal is not None:
+                # Whoever catches this may try again.
+                store.delete_key(f"{here}/{rank}")
+                store.add(here, -1)
+                raise DSMuonRefusal(refusal)
+            if came_first and not warned and now - start > PATIENCE_SECONDS:
+                log(self._of_ranks_missing(self._missing(store, here), now - start))
+                warned = True
+            time.sleep(pause)
+            pause = min(2 * pause, 0.5)
+
+    def _missing(self, store: Any, here: str) -> list[int]:
+        return [rank for rank in range(dist.get_world_size()) if not store.check([f"{here}/{rank}"])]
+
+    def _of_ranks_elsewhere(self, store: Any, missing: Sequence[int]) -> str | None:
+        elsewhere = [rank for rank in missing if store.check([f"{self._place()}/{rank}"])]
+        if not elsewhere:
+            return None
+        what = store.get(f"{self._place()}/{elsewhere[0]}").decode(errors="replace")
+        return (
+            f"ranks {_listed(elsewhere)} build an engine with {what} where rank {dist.get_rank()} builds one with "
+            "DSMuon; read the same DeepSpeed config on every rank"
+        )
+
+    def _of_ranks_missing(self, missing: Sequence[int], seconds: float) -> str:
+        return (
+            f"ranks {_listed(missing)} have not come to build their engine with DSMuon, for which rank "
+            f"{dist.get_rank()} has waited for {seconds:.0f} s: they may still be loading the model or data, have "
+            "ended with an error of their own (see their output), read another DeepSpeed config, or not import ds_muon"
+        )
+
+
+def _store() -> Any:
+    """Where ranks meet without a collective; None if there is one rank only, or nothing but MPI."""
+    if dist.get_world_size() == 1 or dist.get_backend() == "mpi":
+        return None
+    return _get_default_store()

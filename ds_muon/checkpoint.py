@@ -1,0 +1,194 @@
+"""What a checkpoint must have in common with the engine that loads it, looked at before anything is loaded.
+
+DeepSpeed's engine loads weights, scheduler and counters first, and ZeRO's part last: an error there would leave the
+checkpoint's weights beside another optimizer state, on a rank that may be the only one to stop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
+
+from ds_muon.agree import raise_together
+
+LAYOUT = "ds_muon_layout"
+"""Of a checkpoint's shard: the ``layout`` that it was saved with."""
+
+Layout = list[list[tuple[str, int]]]
+
+WEIGHTS_ONLY = (
+    "To go on from its weights alone, with a new optimizer: engine.load_checkpoint(..., load_module_only=True), or "
+    "accelerator.load_state(..., load_module_only=True); with Hugging Face's Trainer, load the model by "
+    "from_pretrained from the checkpoint's folder and leave out resume_from_checkpoint"
+)
+
+
+def layout(zero: Any) -> Layout:
+    """For each param group of a ZeRO optimizer, name and offset of its parameters in flat order."""
+    groups = zip(zero.round_robin_bit16_groups, zero.round_robin_bit16_offsets, strict=True)
+    return [
+        [(zero.param_names[p], int(offset)) for p, offset in zip(group, offsets, strict=True)]
+        for group, offsets in groups
+    ]
+
+
+def check_before_loading(engine: Any, load_dir: str, tag: str) -> None:
+    """Refuse, on every rank, a checkpoint whose optimizer state the engine cannot take; modifies nothing.
+
+    A collective. Reads the rank's shard, but not its tensors.
+
+    Raises:
+        ValueError: it is another optimizer's, or has other parameters, param groups, ranks or a shard too few; the
+            message names the first of them and says what to do.
+        FileNotFoundError: there is no such checkpoint.
+    """
+    error: Exception | None = None
+    try:
+        folder = Path(load_dir, str(tag))
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{folder}: there is no such checkpoint")
+        if difference := _difference(engine, load_dir, tag):
+            error = ValueError(f"the checkpoint {folder} does not fit the optimizer: {difference}. {WEIGHTS_ONLY}")
+    except Exception as caught:  # whatever it is, no rank may be left waiting
+        error = caught
+    raise_together(error, engine.optimizer.dp_process_group)
+
+
+def _difference(engine: Any, load_dir: str, tag: str) -> str | None:
+    zero = engine.optimizer
+    rank, ranks = dist.get_rank(zero.dp_process_group), dist.get_world_size(zero.dp_process_group)
+
+    def path_of(rank: int, *, other_precision: bool = False) -> Path:
+        bf16 = engine.bfloat16_enabled() is not other_precision
+        return Path(engine._get_rank_zero_ckpt_name(load_dir, tag, engine.checkpoint_mp_rank, rank, bf16))
+
+    is_there = path_of(rank).exists()
+    first = path_of(rank if is_there else 0)
+    if not first.exists():
+        if path_of(0, other_precision=True).exists():
+            is_bf16 = engine.bfloat16_enabled()
+            return f"it was saved with bf16.enabled = {str(not is_bf16).lower()}, and here it is {str(is_bf16).lower()}"
+        return "it holds weights, but no optimizer state (no file *_optim_states.pt)"
+    saved = _read(engine, first)
+    shard = saved["optimizer_state_dict"]
+    if LAYOUT not in shard:
+        return f"it was saved by another optimizer, {_optimizer_of(saved)}, and not by DSMuon"
+    base = shard[deepspeed_zero.BASE_OPTIMIZER_STATE]
+    halves = [_half(group) for group in base["param_groups"]]
+    model = {name for name, _ in engine.module.named_parameters()}
+    ours, our_halves = layout(zero), [_half(group) for group in zero.optimizer.param_groups]
+    if difference := _other_parameters(shard[LAYOUT], ours, model) or _other_groups(
+        shard[LAYOUT], ours, halves, our_halves
+    ):
+        return difference
+    saved_by = max(shard[deepspeed_zero.PARTITION_COUNT])
+    if saved_by != ranks:
+        return f"it was saved by {saved_by} ranks, and here are {ranks}; resume on {saved_by}"
+    if not is_there:
+        return f"{path_of(rank)} is missing: it was not saved to its end, or not copied whole"
+    if difference := _other_places(shard[LAYOUT], ours):
+        return difference
+    if error := zero.optimizer.state_error(base):
+        raise error
+    return None
+
+
+def _read(engine: Any, path: Path) -> dict[str, Any]:
+    """What a file of a checkpoint holds; tensors are read when they are used, where the format allows it."""
+    try:
+        try:
+            contents: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+        except RuntimeError:  # another format than torch's present one
+            contents = engine.checkpoint_engine.load(str(path), map_location="cpu")
+    except Exception as error:
+        raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+    return contents
+
+
+def _optimizer_of(saved: Mapping[str, Any]) -> str:
+    """Which one it was, by the config that DeepSpeed saves, else by its state."""
+    config = saved.get("ds_config")
+    section = config.get("optimizer") if isinstance(config, Mapping) else None
+    if isinstance(section, Mapping) and "type" in section:
+        return str(section["type"])
+    base = saved["optimizer_state_dict"].get(deepspeed_zero.BASE_OPTIMIZER_STATE)
+    states = base.get("state", {}).values() if isinstance(base, Mapping) else ()
+    keys = sorted({key for state in states if isinstance(state, Mapping) for key in state})
+    if {"exp_avg", "exp_avg_sq"} <= set(keys):
+        return "Adam or AdamW"
+    return f"whose state is {', '.join(keys)}" if keys else "which has no state"
+
+
+def _half(group: Mapping[str, Any]) -> str:
+    return "Muon's" if group["use_muon"] else "AdamW's"
+
+
+def _other_parameters(saved: Layout, ours: Layout, model: set[str]) -> str | None:
+    """Parameters that are trained in one of the two only.
+
+    Args:
+        saved, ours: layouts.
+        model: names of all parameters that the engine's model has.
+    """
+    then = [name for group in saved for name, _ in group]
+    now = [name for group in ours for name, _ in group]
+    added = [name for name in now if name not in set(then)]
+    frozen = [name for name in then if name not in set(now) and name in model]
+    gone = [name for name in then if name not in model]
+    lines = []
+    if added:
+        lines.append(f"{_some(added)} trained here, but not in the run that saved it; freeze what was not trained")
+    if frozen:
+        lines.append(
+            f"{_some(frozen)} not trained here (frozen, or not among the model_parameters), but in the run that saved "
+            "it; train what was trained"
+        )
+    if gone:
+        lines.append(f"{_some(gone)} not in this model, or under another name; build the model that was saved")
+    return "; ".join(lines) or None
+
+
+def _some(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return f"{names[0]!r} is"
+    return f"{names[0]!r} and {len(names) - 1} more parameter{'s' if len(names) > 2 else ''} are"
+
+
+def _other_groups(saved: Layout, ours: Layout, halves: Sequence[str], our_halves: Sequence[str]) -> str | None:
+    group_of = {name: i for i, group in enumerate(ours) for name, _ in group}
+    for i, group in enumerate(saved):
+        for name, _ in group:
+            j = group_of[name]
+            if halves[i] != our_halves[j]:
+                return (
+                    f"{name!r} is in another param group: it was {halves[i]}, and is {our_halves[j]} here; use the "
+                    "muon_params and adamw_params it was saved with, or name it in one of them"
+                )
+            if i != j or len(saved) != len(ours):
+                return (
+                    f"{name!r} is in another param group: in {i} of {len(saved)} then, and in {j} of {len(ours)} here; "
+                    "pass the param groups it was saved with"
+                )
+    return None
+
+
+def _other_places(saved: Layout, ours: Layout) -> str | None:
+    """How flat buffers of the same parameters were laid out otherwise."""
+    for theirs, mine in zip(saved, ours, strict=True):
+        for (name, offset), (our_name, our_offset) in zip(theirs, mine, strict=True):
+            if name != our_name:
+                return (
+                    f"parameters lie in another order, {name!r} where {our_name!r} is here; use the model, order of "
+                    "parameters and zero_optimization.round_robin_gradients it was saved with"
+                )
+            if offset != our_offset:
+                return (
+                    f"parameters begin at other places, {name!r} at {offset}, here at {our_offset}; use the shapes of "
+                    "parameters and zero_optimization.parameter_alignment it was saved with"
+                )
+    return None
