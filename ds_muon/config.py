@@ -19,6 +19,10 @@ from ds_muon.orthogonalize import COEFFICIENTS, NewtonSchulz
 from ds_muon.orthogonalize.coefficients import LARGEST
 from ds_muon.say import printable
 
+# bf16 has 8 significant bits: where (1 - momentum) times an element is less than half of its last one, the buffer no
+# longer forgets. That is so from 1 - 2**-8 = 0.9961 on; what rounding adds below is small up to here, by measurement.
+LARGEST_BF16_MOMENTUM = 0.995
+
 # "auto" is a choice of the user's here; anywhere else it is a blank that a trainer was to fill in.
 AUTO_IS_A_CHOICE = ("ns_dtype", "ns_backend")
 
@@ -186,6 +190,12 @@ class DSMuonConfig(BaseModel):
             ns_backend=self.ns_backend,
         )
 
+    def momentum_problem(self, momentum: float) -> str | None:
+        """Why a Muon group of this optimizer cannot run at ``momentum``, and what to set instead; None if it can."""
+        if self.momentum_dtype == "float32" or momentum <= LARGEST_BF16_MOMENTUM:
+            return None
+        return f'momentum_dtype = "bfloat16" {_too_coarse(momentum)}'
+
     @field_validator("betas", "muon_params", "adamw_params", "no_decay_params", mode="before")
     @classmethod
     def _list_to_tuple(cls, value: Any, info: ValidationInfo) -> Any:
@@ -243,12 +253,28 @@ class DSMuonConfig(BaseModel):
             raise _problem('has no effect with variant "muon"; remove the key, or set "variant": "normuon"')
         return value
 
+    @field_validator("momentum_dtype")
+    @classmethod
+    def _momentum_dtype_forgets(cls, value: str, info: ValidationInfo) -> str:
+        # Runs for a given value only; the default has room for any momentum.
+        momentum = info.data.get("momentum", 0.0)
+        if value == "bfloat16" and momentum > LARGEST_BF16_MOMENTUM:
+            raise _problem(_too_coarse(momentum))
+        return value
+
     @model_validator(mode="after")
     def _uses_every_triple(self) -> DSMuonConfig:
         given = len(self.ns_coefficients)
         if not isinstance(self.ns_coefficients, str) and given > self.ns_steps:
             raise _problem(f"is less than the {given} triples of ns_coefficients; set {given}, or list fewer triples")
         return self
+
+
+def _too_coarse(momentum: float) -> str:
+    return (
+        f"is too coarse for a momentum of {momentum:g}: what a step adds or takes is lost in rounding; set "
+        f'momentum_dtype to "float32", or momentum to at most {LARGEST_BF16_MOMENTUM:g}'
+    )
 
 
 def _is_finite_number(value: Any) -> bool:

@@ -98,7 +98,7 @@ class RowVariance:
     def _indices(self, names: tuple[str, ...], device: torch.device) -> Tensor:
         """Where the rows of some matrices lie: (len(names), rows) int64. Kept, for the same batches come every step."""
         if names not in self._where:
-            starts = torch.tensor([self._rows[name][0] for name in names], device="cpu")
-            rows = torch.arange(self._rows[names[0]][1], device="cpu")
+            starts = torch.tensor([self._rows[name][0] for name in names], dtype=torch.int64, device="cpu")
+            rows = torch.arange(self._rows[names[0]][1], dtype=torch.int64, device="cpu")
             self._where[names] = (starts[:, None] + rows).to(device)
         return self._where[names]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,8 +20,8 @@ from ds_muon.routing import Routing
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 LARGEST_IN_LIST = 2**30
-"""Elements of a tensor in one of torch's operations on lists: before torch 2.8 those count in 32 bits, and go wrong
-without a word."""
+"""Elements of a tensor in one of torch's operations on lists, its fused AdamW among them: before torch 2.8 those count
+in 32 bits, and go wrong without a word."""
 
 
 class DSMuon(Optimizer):
@@ -36,11 +37,28 @@ class DSMuon(Optimizer):
         config: the validated ``optimizer.params`` of the DeepSpeed config.
         routing: which half every parameter went to, and why.
 
-    Made by DeepSpeed from ``"optimizer": {"type": "DSMuon"}``; it does nothing sensible outside a ZeRO optimizer.
+    Made by DeepSpeed from ``"optimizer": {"type": "DSMuon"}``, never by hand.
+
+    Raises:
+        TypeError: it was made by hand.
     """
 
-    def __init__(self, param_groups: list[dict[str, Any]], config: DSMuonConfig, routing: Routing) -> None:
+    _has_all_groups = False
+
+    def __init__(
+        self,
+        param_groups: list[dict[str, Any]],
+        config: DSMuonConfig | None = None,
+        routing: Routing | None = None,
+        **settings: Any,
+    ) -> None:
+        if not isinstance(config, DSMuonConfig) or not isinstance(routing, Routing) or settings:
+            raise TypeError(
+                'DSMuon is made by DeepSpeed, not by hand: set "optimizer": {"type": "DSMuon", "params": {"lr": 0.02, '
+                '"adam_lr": 3e-4}} in the DeepSpeed config, and leave optimizer= out of deepspeed.initialize'
+            )
         super().__init__(param_groups, defaults={"lr": config.lr, "weight_decay": config.weight_decay})
+        self._has_all_groups = True
         self.config = config
         self.routing = routing
         # Kept apart from the groups, in which schedulers and checkpoints write.
@@ -49,6 +67,20 @@ class DSMuon(Optimizer):
         )
         self._adamw: torch.optim.AdamW | None = None
         self._where: dict[int, Where] = {}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """For the constructor only.
+
+        Raises:
+            RuntimeError: any other call.
+        """
+        if self._has_all_groups:
+            raise RuntimeError(
+                "DSMuon takes no param group after deepspeed.initialize: by then ZeRO has cut its weights. "
+                "Give it all parameters that are ever to train, with requires_grad = True; or, for a model that has "
+                "grown, make a new engine and load the weights into it"
+            )
+        super().add_param_group(param_group)
 
     @property
     def adamw_groups(self) -> list[dict[str, Any]]:
@@ -100,6 +132,13 @@ class DSMuon(Optimizer):
         variance: Tensor | None = self.state[p].get("row_variance")
         return variance
 
+    def momentum_error(self) -> str | None:
+        """Why a group cannot run at its momentum, which a scheduler may have changed; None if all can."""
+        for group in self.param_groups:
+            if problem := self.config.momentum_problem(group.get("momentum", 0.0)):
+                return f"param group {group['name']!r} has momentum = {group['momentum']:g}: {problem}"
+        return None
+
     def advance_momentum_(self, group_index: int, gradient: Tensor, where: Where) -> None:
         """Move the momentum of a Muon group by one averaged, unscaled gradient and turn the gradient into U in place.
 
@@ -122,9 +161,12 @@ class DSMuon(Optimizer):
 
         Raises:
             ValueError: a closure was given.
+            RuntimeError: nothing has been staged.
         """
         if closure is not None:
             raise ValueError("DSMuon.step takes no closure: its gradients come from the ZeRO optimizer")
+        if all(p.grad is None for group in self.param_groups for p in group["params"]):
+            raise RuntimeError("DSMuon.step has nothing to apply: the ZeRO optimizer calls it; call engine.step()")
         for i, group in enumerate(self.param_groups):
             if group["use_muon"]:
                 lr, weight_decay, where = group["lr"], group["weight_decay"], self._where.pop(i, None)
@@ -132,8 +174,7 @@ class DSMuon(Optimizer):
                     if p.grad is not None:
                         apply_update_(p, p.grad, lr=lr, weight_decay=weight_decay, where=where)
         if self._adamw is not None:
-            # A trainer may have given this optimizer new lists since the last step; the dicts in them are shared.
-            self._adamw.param_groups, self._adamw.state = self.adamw_groups, self.state
+            self._adamw.param_groups, self._adamw.state = _in_pieces(self.adamw_groups, self.state)
             self._adamw.step()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -196,12 +237,33 @@ def _differences(saved: _Saved, ours: _Saved) -> Iterator[str]:
             yield "a group of matrices was AdamW's, or the other way round"
 
 
+def _in_pieces(
+    groups: Sequence[dict[str, Any]], state: Mapping[Tensor, dict[str, Tensor]]
+) -> tuple[list[dict[str, Any]], defaultdict[Tensor, dict[str, Tensor]]]:
+    """AdamW's groups and their state in views of ``LARGEST_IN_LIST`` elements at most.
+
+    AdamW is elementwise, so pieces get the bits of the whole. They advance one ``step`` between them: the first has the
+    group's own, the others a copy.
+    """
+    new_groups: list[dict[str, Any]] = []
+    new_state: defaultdict[Tensor, dict[str, Tensor]] = defaultdict(dict)
+    for group in groups:
+        (p,) = group["params"]
+        assert p.grad is not None, "all groups are stepped together"
+        step = state[p]["step"]
+        flat = (p.detach(), p.grad, state[p]["exp_avg"], state[p]["exp_avg_sq"])
+        pieces = list(zip(*(torch.split(tensor, LARGEST_IN_LIST) for tensor in flat), strict=True))
+        for i, (piece, gradient, exp_avg, exp_avg_sq) in enumerate(pieces):
+            piece.grad = gradient
+            own = step.clone() if i else step
+            new_state[piece] = {"step": own, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        new_groups.append({**group, "params": [piece for piece, *_ in pieces]})
+    return new_groups, new_state
+
+
 def _adamw_of(groups: list[dict[str, Any]]) -> torch.optim.AdamW:
-    flat = [p for group in groups for p in group["params"]]
-    if any(p.numel() > LARGEST_IN_LIST for p in flat):
-        return torch.optim.AdamW(groups, foreach=False)
     # On a CPU the fused one rounds the head and the tail of a tensor otherwise: weights would depend on the partition.
-    if all(p.device.type != "cpu" for p in flat):
+    if all(p.device.type != "cpu" for group in groups for p in group["params"]):
         try:
             return torch.optim.AdamW(groups, fused=True)
         except RuntimeError:

@@ -64,6 +64,9 @@ def split_param_groups(
                 )
             pieces.setdefault((half, name not in undecayed), []).append(param)
         own, carried = _own_settings(group, index)
+        of_muon = any(half == "muon" for half, _ in pieces)
+        if of_muon and (problem := config.momentum_problem(own.get("momentum", 0.0))):
+            raise DSMuonConfigError(f"param_groups[{index}].momentum = {own['momentum']:g}: {problem}")
         for half, default in defaults.items():
             own_of_half = {key: own[key] for key in default if key in own}
             for decays in (True, False):

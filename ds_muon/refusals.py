@@ -1,4 +1,4 @@
-"""What DSMuon refuses in a DeepSpeed config, and what to set instead; and what of it may differ between ranks."""
+"""What DSMuon refuses in a config, a model and a step, and what to do instead; and what may differ between ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 # The DeepSpeed whose inside this package was written and tested against.
 SUPPORTED_DEEPSPEED = "0.19.8"
@@ -35,9 +35,14 @@ MAY_DIFFER = {
 # At any depth: where a machine keeps a file, and how it is reached.
 _OF_THE_MACHINE = re.compile(r"(.*_)?(paths?|dirs?|folders?|files?|ports?|hosts?|hostname|hostfile|addr|address|url)")
 
+NO_GRADIENTS = (
+    "there are no gradients to step on: call engine.backward(loss) before every engine.step(), which steps at the last "
+    "of gradient_accumulation_steps micro-batches; leave optimizer.step() to it"
+)
+
 
 class DSMuonRefusal(ValueError):
-    """A DeepSpeed config or model that DSMuon cannot train correctly. Lists every reason."""
+    """A DeepSpeed config, a model or a step that DSMuon cannot make right. Lists every reason."""
 
 
 def may_differ(place: Sequence[str]) -> bool:
@@ -165,6 +170,28 @@ def model_refusals(model: nn.Module, mpu: Any) -> list[str]:
             f"tensor-parallel weights ({', '.join(sharded[:3])}): a rank holds a piece of each; use whole weights"
         )
     return lines
+
+
+def step_refusal(zero: Any, frozen: Sequence[tuple[str, Tensor]]) -> str | None:
+    """Why a step would go wrong for what the script has done since the last one, and what to do; None if it would not.
+
+    Args:
+        zero: the ZeRO optimizer, not modified.
+        frozen: names and parameters that had ``requires_grad = False`` when it was made.
+    """
+    if zero.offloaded_states:
+        states = ", ".join(sorted(state.value for state in zero.offloaded_states))
+        return f"engine.step() while {states} are offloaded: call engine.reload_states() first"
+    if any(zero.averaged_gradients.get(i) is None for i in range(len(zero.bit16_groups))):
+        return NO_GRADIENTS
+    if thawed := [name for name, p in frozen if p.requires_grad]:
+        return (
+            f"{thawed[0]} {f'and {len(thawed) - 1} more were' if thawed[1:] else 'was'} frozen at deepspeed.initialize "
+            "and now has requires_grad = True, but ZeRO knows nothing of it, and no step would move it: set "
+            "requires_grad before initialize, or to False again"
+        )
+    error: str | None = zero.optimizer.momentum_error()
+    return error
 
 
 def _model_parallel_size(mpu: Any) -> int:

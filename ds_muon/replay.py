@@ -159,7 +159,9 @@ def _first_bad(
 
 def _worst(outputs: Sequence[Tensor], expected: Tensor) -> Tensor:
     """Of the copies in a batch the one that is farthest off; one that is not finite is the farthest."""
-    distances = torch.tensor([_distance(output.double(), expected) for output in outputs])
+    distances = torch.tensor(
+        [_distance(output.double(), expected) for output in outputs], dtype=torch.float64, device="cpu"
+    )
     return outputs[int(distances.nan_to_num(nan=math.inf).argmax())]
 
 

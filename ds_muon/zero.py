@@ -30,7 +30,7 @@ from ds_muon.optimizer import LARGEST_IN_LIST, DSMuon
 from ds_muon.orthogonalize import release
 from ds_muon.partition import Plan, flat_layout, make_plan, out_and_in
 from ds_muon.passes import sum_of_squares
-from ds_muon.refusals import SUPPORTED_DEEPSPEED
+from ds_muon.refusals import NO_GRADIENTS, SUPPORTED_DEEPSPEED, DSMuonRefusal, step_refusal
 from ds_muon.say import printable
 from ds_muon.stage import MuonGroup, in_turns
 
@@ -71,6 +71,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
             )
             for i, group in enumerate(self.plan.groups)
         ]
+        self._frozen = [(name, p) for p, name in param_names.items() if not p.requires_grad]
         self._lazy_init_hp_params_optimizer_state()
         self.training_check: TrainingCheck | None = None
 
@@ -125,7 +126,26 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
             stored=self.optimizer.routing.layouts(),
         )
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused, by the optimizer."""
+        self.optimizer.add_param_group(param_group)
+
     # ---- gradients, as DeepSpeed's reduction leaves them --------------------------------------------------------
+
+    def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
+        """DeepSpeed's, which ``engine.step`` calls at stage 1 where the script accumulates gradients itself."""
+        self._refuse_without_backward()
+        super().reduce_gradients(pipeline_parallel=pipeline_parallel)
+
+    def finalize_gradient_accumulation_boundary(self) -> None:
+        """The same at stage 2."""
+        self._refuse_without_backward()
+        super().finalize_gradient_accumulation_boundary()
+
+    def _refuse_without_backward(self) -> None:
+        # Counted up by the hooks of the parameters, set back by the step.
+        if self.micro_step_id == deepspeed_zero.INITIAL_MICRO_STEP_ID:
+            raise DSMuonRefusal(NO_GRADIENTS)
 
     def get_flat_partition(
         self,
@@ -199,9 +219,12 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         learning rate schedule.
 
         Raises:
+            DSMuonRefusal: there is nothing to step on, or what a script did meanwhile forbids it. Nothing has moved.
             NonFiniteUpdate: on every rank, where ``nan_guard`` is "raise" and an update is not finite, or where the
                 capture has seen one on any rank: in the same step, or, where ``nan_guard`` is "off", in the next.
         """
+        if refusal := step_refusal(self, self._frozen):
+            raise DSMuonRefusal(refusal)
         with nullcontext() if self.training_check is None else self.training_check.around_step():
             self._step_all_groups()
         self.timers.log(deepspeed_zero.OPTIMIZER_TIMERS)
@@ -218,7 +241,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
             findings = self.guard.decide(verdict, updates, self._capture.stops_training)
             # Neither a spike nor a bad kernel says anything of the loss scale.
             self._update_scale(not findings.gradients_are_finite)
-            self._global_grad_norm: float | None = findings.norm if self.compute_grad_norm else None
+            self._global_grad_norm = self._on_device(findings.norm) if self.compute_grad_norm else None
             self.overflow = not findings.allow_the_step
             if self.overflow:
                 self._explain(findings, updates)
@@ -227,6 +250,35 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
             self._commit(gradients)
         with self._timed(deepspeed_zero.OPTIMIZER_ALLGATHER_TIMER):
             self.update_lp_params()
+            self._bind_model()
+
+    def _bind_model(self, *, keep: bool = False) -> None:
+        """Make every parameter a view of the flat 16-bit weights again, wherever a script gave it other storage.
+
+        What does that: ``p.data = ...``, ``module.float()``, ``module.cpu()``, ``flatten_parameters`` of an RNN. The
+        others are left alone, at two microseconds of the host each.
+
+        Args:
+            keep: whether the flat weights take in what the model holds; else the model takes in what they hold.
+        """
+        groups = (self.bit16_groups_flat, self.round_robin_bit16_groups, self.round_robin_bit16_offsets)
+        for flat, params, offsets, metas in zip(*groups, self.round_robin_bit16_meta, strict=True):
+            start, size = flat.data_ptr(), flat.element_size()
+            for p, offset, meta in zip(params, offsets, metas, strict=True):
+                if (
+                    p.data_ptr() != start + size * offset
+                    or p.dtype != flat.dtype
+                    or p.shape != meta.shape
+                    or not p.is_contiguous()
+                ):
+                    weight = flat.narrow(0, offset, meta.numel()).view(meta.shape)
+                    if keep:
+                        weight.copy_(p.data)
+                    p.data = weight
+
+    def _on_device(self, number: float) -> Tensor:
+        """A number that the host knows, as a 0-d fp32 tensor. Not ``torch.tensor``, which waits for the device."""
+        return torch.full((), number, dtype=torch.float64, device=self.device).float()
 
     def _measure(self, gradients: Sequence[Tensor]) -> Verdict:
         """What the gradients of all ranks say of the step; they are not modified. A collective."""
@@ -348,6 +400,20 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         super().load_state_dict(
             state_dict_list, load_optimizer_states, load_from_fp32_weights, None, load_serial, param_shapes
         )
-        # DeepSpeed has made new links from parameters to fp32 weights, without the optimizer's state.
+        self._bind_model(keep=True)
+        self._link_optimizer_state()
+
+    def _restore_from_bit16_weights(self) -> None:
+        """DeepSpeed's, of the weights that the model holds."""
+        self._bind_model(keep=True)
+        super()._restore_from_bit16_weights()
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """DeepSpeed's, after which ``safe_get_full_optimizer_state`` reads the state that is used."""
+        super().reload_states(non_blocking)
+        self._link_optimizer_state()
+
+    def _link_optimizer_state(self) -> None:
+        # DeepSpeed has made new links from parameters to fp32 weights, without the optimizer's state, or moved that.
         self._hp_optimizer_states_linked = False
         self._lazy_init_hp_params_optimizer_state()

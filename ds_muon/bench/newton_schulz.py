@@ -164,7 +164,7 @@ def measure(
     found = [(name, f) for name, f in candidates(device, dtype) if only is None or any(part in name for part in only)]
     matmul = Yardstick(device)
     for batch, rows, cols in shapes:
-        matrices = list(torch.randn(batch, rows, cols, device=device).unbind())
+        matrices = list(torch.randn(batch, rows, cols, dtype=torch.float32, device=device).unbind())
         exact = reference_newton_schulz(matrices[0])
         ready: dict[str, Orthogonalize] = {}
         problems: dict[str, str] = {}

@@ -309,7 +309,7 @@ def _start_libraries(task: Task, device: torch.device) -> None:
         model = GPT(GPTConfig(1, 1, HEAD_SIZE, block_size=task.sequence)).to(
             torch.float32 if device.type == "cpu" else torch.bfloat16
         )
-        tokens = torch.zeros(1, task.sequence, dtype=torch.int64)
+        tokens = torch.zeros(1, task.sequence, dtype=torch.int64, device=device)
     model(tokens, tokens).backward()
 
 

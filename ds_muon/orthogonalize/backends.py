@@ -121,7 +121,7 @@ def _trial(device: torch.device, dtype: torch.dtype) -> str | None:
             for a fault of Triton, for one rank would quietly go on with torch; to raise stops all of them.
     """
     generator = torch.Generator().manual_seed(0)
-    matrices = list(torch.randn(2, 64, 160, generator=generator).to(device).unbind())
+    matrices = list(torch.randn(2, 64, 160, generator=generator, dtype=torch.float32, device="cpu").to(device))
     triples = [(3.4445, -4.7750, 2.0315)] * 3
 
     def by(backend: Backend, dtype: torch.dtype) -> Tensor:

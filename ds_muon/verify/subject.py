@@ -55,8 +55,8 @@ def built_in_batches(sequences: int, rank: int, world_size: int, seed: int) -> I
 
 def draw_windows(text: Tensor, sequences: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Tokens and targets, each (sequences, length) int64 on the CPU, of windows of a text drawn at random."""
-    starts = torch.randint(len(text) - length, (sequences, 1), generator=generator)
-    rows = text[starts + torch.arange(length + 1)].long()
+    starts = torch.randint(len(text) - length, (sequences, 1), generator=generator, device="cpu")
+    rows = text[starts + torch.arange(length + 1, device="cpu")].long()
     return rows[:, :-1], rows[:, 1:]
 
 

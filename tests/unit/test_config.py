@@ -231,6 +231,18 @@ def test_choices(key, choices):
         assert all(f'"{choice}"' in line for choice in choices)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_bf16_momentum_is_refused_where_it_would_not_forget(order):
+    def given(momentum: float) -> dict[str, object]:
+        return dict([("momentum", momentum), ("momentum_dtype", "bfloat16")][::order])
+
+    assert DSMuonConfig.parse(given(0.995)).momentum_dtype == "bfloat16"
+    assert DSMuonConfig.parse({"momentum": 0.999}).momentum == 0.999
+    line = problem(**given(0.996))
+    assert line.startswith('optimizer.params.momentum_dtype = "bfloat16": is too coarse for a momentum of 0.996')
+    assert line.endswith('set momentum_dtype to "float32", or momentum to at most 0.995')
+
+
 @pytest.mark.parametrize("key", ["muon_params", "adamw_params", "no_decay_params"])
 def test_patterns_are_a_list_of_strings(key):
     assert getattr(DSMuonConfig.parse({key: ["a.*", "b"]}), key) == ("a.*", "b")

@@ -168,6 +168,17 @@ def test_a_decay_that_is_infinite_in_fp32_is_refused(own):
         split_param_groups(model, [{"params": model.parameters(), **own}], route(model), config)
 
 
+def test_a_groups_own_momentum_is_refused_where_bf16_would_not_forget():
+    model, config = GPT(), DSMuonConfig.parse({"momentum_dtype": "bfloat16"})
+    given = [{"params": [model.wte.weight], "momentum": 0.999}, {"params": [*model.h.parameters()], "momentum": 0.99}]
+    split_param_groups(model, given, route(model), config)  # an embedding has no momentum
+    given[1]["momentum"] = 0.999
+    with pytest.raises(
+        DSMuonConfigError, match=r'^param_groups\[1\]\.momentum = 0\.999: .*"float32", or momentum to at'
+    ):
+        split_param_groups(model, given, route(model), config)
+
+
 @pytest.mark.parametrize("key", ["adam_lr", "muon_lr", "ns_steps", "muon_params"])
 def test_a_key_of_the_whole_optimizer_is_refused_in_a_group(key):
     model = GPT()

@@ -51,25 +51,33 @@ def test_adamw_weights_do_not_depend_on_the_world_size() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_long_tensors_are_flattened_in_pieces_and_kept_from_operations_on_lists(dtype: str) -> None:
+def test_the_length_of_a_tensor_changes_no_bit(dtype: str) -> None:
+    """Operations on lists get pieces of tensors that are too long for them: gradients, and AdamW's, fused or not."""
     config = ds_config(dtype=dtype)
-    for weights in run_ranks(2, train_with_long_tensors, config):
-        assert_equal(weights, run_ranks(2, train, SHAPES, config, 2)[0])
+    expected = run_ranks(2, train, SHAPES, config, 3)[0]
+    for weights, copied, stepped in run_ranks(2, train_with_long_tensors, config):
+        assert_equal(weights, expected)
+        # Updates are written by the same operation as gradients; a matrix in pieces of 8 is a gradient.
+        assert 8 in copied and max(stepped) == 8
 
 
-def train_with_long_tensors(config: dict[str, Any]) -> dict[str, Tensor]:
-    made, adamw = [], torch.optim.AdamW
+def train_with_long_tensors(config: dict[str, Any]) -> tuple[dict[str, Tensor], list[int], list[int]]:
+    """The weights; of each call to ``_foreach_copy_`` the longest tensor; the lengths of all that AdamW stepped."""
+    stepped: list[int] = []
+    adamw = torch.optim.AdamW.step
+
+    def step(self: torch.optim.AdamW) -> None:
+        stepped.extend(p.numel() for group in self.param_groups for p in group["params"])
+        adamw(self)
+
     with (
-        mock.patch("ds_muon.zero.LARGEST_IN_LIST", 7),
-        mock.patch("ds_muon.optimizer.LARGEST_IN_LIST", 7),
-        mock.patch("torch.optim.AdamW", lambda *args, **options: (made.append(options), adamw(*args, **options))[1]),
+        mock.patch("ds_muon.zero.LARGEST_IN_LIST", 8),
+        mock.patch("ds_muon.optimizer.LARGEST_IN_LIST", 8),
+        mock.patch("torch.optim.AdamW.step", step),
         mock.patch("torch._foreach_copy_", wraps=torch._foreach_copy_) as copy,
     ):
-        weights = train(SHAPES, config, 2)
-    assert made == [{"foreach": False}]
-    # Updates are written by the same operation; a matrix in pieces of 7 is a gradient.
-    assert any(max(piece.numel() for piece in call.args[1]) == 7 for call in copy.call_args_list)
-    return weights
+        weights = train(SHAPES, config, 3)
+    return weights, [max(piece.numel() for piece in call.args[1]) for call in copy.call_args_list], stepped
 
 
 def muon_names(shapes: list[tuple[int, ...]]) -> list[str]:
@@ -180,13 +188,35 @@ def test_adamw_is_clipped_by_the_norm_of_its_scope_and_the_raw_norm_is_reported(
 
 
 def test_compute_grad_norm_false_reports_none() -> None:
-    assert run_ranks(2, reported_norm, ds_config(zero={"compute_grad_norm": False}))[0] is None
+    assert run_ranks(2, reported_norms, ds_config(zero={"compute_grad_norm": False}))[0] == [None] * 3
 
 
-def reported_norm(config: dict[str, Any]) -> Any:
-    engine = start(PrescribedGradients([(8, 8)]), config)
-    train_step(engine, exact_gradients([(8, 8)], 0, engine.device))
-    return engine.get_global_grad_norm()
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_norm_is_a_tensor_as_deepspeeds_own_and_infinite_in_an_overflow(dtype: str, stage: int) -> None:
+    ours, adamws = ds_config(dtype=dtype, stage=stage), ds_config(dtype=dtype, stage=stage)
+    adamws["optimizer"] = {"type": "AdamW", "params": {"torch_adam": True}}
+    for found, theirs in zip(run_ranks(2, reported_norms, ours), run_ranks(2, reported_norms, adamws), strict=True):
+        good, overflow, good_again = found
+        assert good["dtype"] == theirs[0]["dtype"] and good["device"] == theirs[0]["device"] and good["shape"] == ()
+        assert good["norm"] == pytest.approx(theirs[0]["norm"], rel=1e-6) == good_again["norm"]
+        # DeepSpeed's is a float here, on which .item() fails.
+        assert {**overflow, "norm": good["norm"]} == good and overflow["norm"] == float("inf")
+
+
+def reported_norms(config: dict[str, Any]) -> list[dict[str, Any] | None]:
+    """Of a good step, one with an infinite gradient, and a good one."""
+    engine = start(PrescribedGradients([(8, 8), (5,)]), config)
+    found: list[dict[str, Any] | None] = []
+    for factor in (1.0, float("inf"), 1.0):
+        train_step(engine, [factor * torch.ones(shape, device=engine.device) for shape in ((8, 8), (5,))])
+        norm = engine.get_global_grad_norm()
+        if isinstance(norm, Tensor):
+            about = {"dtype": str(norm.dtype), "device": str(norm.device), "shape": tuple(norm.shape)}
+            found.append({"norm": norm.item(), **about})
+        else:
+            found.append(None)
+    return found
 
 
 # ---- scale and zeros ------------------------------------------------------------------------------------------------

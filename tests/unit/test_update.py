@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ds_muon import muon_update
+from ds_muon.config import LARGEST_BF16_MOMENTUM
 from ds_muon.passes import advance_momentum_, torch_passes
 from ds_muon.update import update_scale
 
@@ -202,6 +203,30 @@ def test_momentum_rounds_by_what_it_adds(momentum: float, ratio: float, nesterov
         assert ((u - expected).abs() <= 8 * eps * (size + taken.abs())).all()
     else:
         assert torch.equal(u, buffer)
+
+
+@pytest.mark.parametrize(
+    ("momentum", "error", "left"),
+    [(0.95, 0.005, 0.05), (0.99, 0.012, 0.06), (LARGEST_BF16_MOMENTUM, 0.017, 0.04), (0.999, 0.35, 1.0)],
+)
+def test_bf16_momentum_forgets_up_to_the_largest_that_is_allowed(momentum: float, error: float, left: float) -> None:
+    """The table of the README: with gradients whose mean is as large as their noise, and after they have gone."""
+    generator = torch.Generator().manual_seed(0)
+    constant = round(1 / (1 - momentum))
+    mean, exact, rounded = torch.randn(2000, generator=generator), torch.zeros(2000), torch.zeros(2000).bfloat16()
+
+    def advance(steps: int, size: float) -> None:
+        for _ in range(steps):
+            gradient = size * (mean + torch.randn(2000, generator=generator))
+            for buffer in (exact, rounded):
+                advance_momentum_(gradient.clone(), buffer, momentum=momentum, nesterov=True)
+
+    advance(4 * constant, 1.0)
+    assert float((rounded.float() - exact).norm() / exact.norm()) == pytest.approx(error, rel=0.1)
+    before, before_rounded = exact.norm(), rounded.float().norm()
+    advance(3 * constant, 1e-6)
+    assert float(exact.norm() / before) == pytest.approx(0.05, abs=0.005)
+    assert float(rounded.float().norm() / before_rounded) == pytest.approx(left, abs=0.02)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.3, 0.5, 0.95, 0.999])

@@ -1,0 +1,74 @@
+"""What ``step`` and ``load_state_dict`` of DeepSpeed's ZeRO optimizer do, and where this package does it, or why not.
+
+Data, for whoever moves to another DeepSpeed: a test compares the keys with the source of the installed one, and so
+fails when a release does something more. A key is a method of the optimizer that is called, an attribute of it that is
+set, or a function of its module. A value is the place in this package ("" for none), and a remark.
+"""
+
+from __future__ import annotations
+
+_OFFLOAD = "of optimizer offload, which is refused"
+_THEIR_MUON = "of DeepSpeed's own Muon, which never runs here"
+_THEIRS = "DeepSpeed's own, through super()"
+_ELASTIC = "of elastic checkpoints, which are refused"
+
+STEP: dict[str, tuple[str, str]] = {
+    # before the decision
+    "micro_step_id": ("zero.MuonZeroOptimizer._step_all_groups", "set back"),
+    "_wait_for_offload_copies": ("", _OFFLOAD),
+    "_offload_accumulated_param_ids": ("", _OFFLOAD),
+    "see_memory_usage": ("", "says nothing unless it is forced to, and here it is not"),
+    "check_overflow": ("guard.StepGuard.measure", "in every step, whatever check_grad_overflow says"),
+    "_apply_muon_updates_cpu_offload": ("", _THEIR_MUON),
+    "scaled_global_norm": ("guard.StepGuard.measure", "of unscaled gradients"),
+    "is_invalid_grad_norm": ("guard.Findings.gradients_are_finite", ""),
+    "_global_grad_norm": (
+        "zero.MuonZeroOptimizer._step_all_groups",
+        "a tensor always, infinite where theirs is a float",
+    ),
+    "overflow": ("zero.MuonZeroOptimizer._step_all_groups", ""),
+    "_update_scale": ("zero.MuonZeroOptimizer._step_all_groups", ""),
+    "_commit_muon_momentum": ("", _THEIR_MUON),
+    # the gradients, used or not
+    "zero_grad": ("zero.MuonZeroOptimizer._take_gradient", "in every step, through free_grad_in_param_list"),
+    "free_grad_in_param_list": ("zero.MuonZeroOptimizer._take_gradient", "of all parameters of a group at once"),
+    "_release_preflattened_grad_buffers": ("zero.MuonZeroOptimizer._take_gradient", ""),
+    "_get_preflattened_grad_partition": ("zero.MuonZeroOptimizer._take_gradient", "reads flat_partition itself"),
+    "averaged_gradients": ("zero.MuonZeroOptimizer._take_gradient", "let go"),
+    "all_grad_tensors": ("zero.MuonZeroOptimizer._take_gradient", "let go"),
+    "reset_cpu_buffers": ("", _OFFLOAD),
+    "flatten": ("zero.MuonZeroOptimizer._take_gradient", "straight into fp32"),
+    "flatten_dense_tensors_aligned": ("zero.MuonZeroOptimizer._take_gradient", "get_flat_partition has padded"),
+    "_muon_update_lacks_loss_scale": ("", _THEIR_MUON),
+    "unscale_and_clip_grads": ("zero.MuonZeroOptimizer._clip_adamw_", "_take_gradient has unscaled"),
+    # the update
+    "single_partition_of_fp32_groups": ("zero.MuonZeroOptimizer._commit", "its gradient, given and taken"),
+    "_optimizer_step": ("zero.MuonZeroOptimizer._commit", "of all groups at once"),
+    "optimizer": ("", "no group needs to be hidden from the optimizer"),
+    "zenflow_cpu_optimizer_step": ("", "ZenFlow is refused"),
+    "_lazy_init_hp_params_optimizer_state": ("zero.MuonZeroOptimizer.__init__", "the state is there from the start"),
+    # the model
+    "all_gather_dp_groups": ("zero.MuonZeroOptimizer._step_all_groups", "through update_lp_params"),
+    "_update_model_bit16_weights": ("zero.MuonZeroOptimizer._bind_model", "where the storage is another"),
+    "timers": ("zero.MuonZeroOptimizer._timed", "a skipped step leaves the all-gather's at zero"),
+}
+
+LOAD: dict[str, tuple[str, str]] = {
+    "_wait_for_offload_copies": ("", _OFFLOAD),
+    "_load_universal_checkpoint": ("zero.MuonZeroOptimizer.load_state_dict", "refused"),
+    "_load_legacy_checkpoint": ("zero.MuonZeroOptimizer.load_state_dict", _THEIRS),
+    "_load_global_state": ("zero.MuonZeroOptimizer.load_state_dict", _THEIRS),
+    "loss_scaler": ("zero.MuonZeroOptimizer.load_state_dict", _THEIRS),
+    "dynamic_loss_scale": ("zero.MuonZeroOptimizer.load_state_dict", _THEIRS),
+    "overflow": ("zero.MuonZeroOptimizer.load_state_dict", _THEIRS),
+    "clip_grad": ("zero.MuonZeroOptimizer.load_state_dict", _THEIRS),
+    "_convert_unpadded_rigid_optimizer_state": ("zero.MuonZeroOptimizer._layout_error", "another layout is refused"),
+    "_restore_elastic_base_optimizer_state": ("", _ELASTIC),
+    "_restore_base_optimizer_state": ("", _ELASTIC),
+    "_restore_from_unpadded_local_fp32_weights": ("zero.MuonZeroOptimizer._layout_error", "another layout is refused"),
+    "_restore_from_unpadded_fp32_weights": ("zero.MuonZeroOptimizer._layout_error", "another layout is refused"),
+    "_restore_from_elastic_fp32_weights": ("", _ELASTIC),
+    "_get_padded_tensor": ("zero.MuonZeroOptimizer.load_state_dict", _THEIRS),
+    "_restore_from_bit16_weights": ("zero.MuonZeroOptimizer._restore_from_bit16_weights", "of what the model holds"),
+    "_link_all_hp_params": ("zero.MuonZeroOptimizer._link_optimizer_state", "and links the optimizer's state again"),
+}
