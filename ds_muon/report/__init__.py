@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from ds_muon.extras import how_to_install
@@ -9,6 +10,7 @@ from ds_muon.files import write_text
 from ds_muon.report.page import html_page
 from ds_muon.report.picture import figure_of, svg_of, write_png
 from ds_muon.report.rows import rows_of, selected_rows
+from ds_muon.say import printable
 from ds_muon.verify.record import VerifyResult
 
 __all__ = ["FILES", "write_report"]
@@ -28,6 +30,7 @@ def write_report(result: VerifyResult, folder: Path) -> tuple[Path, Path, Path]:
     Raises:
         ImportError: matplotlib or jinja2 is missing.
     """
+    result = replace(result, records=tuple(replace(record, name=printable(record.name)) for record in result.records))
     rows = rows_of(result)
     selected = selected_rows(rows, ROWS_IN_PNG)
     try:
