@@ -10,8 +10,9 @@ from ds_muon.refusals import DSMuonRefusal
 from ds_muon.registration import register
 from ds_muon.routing import Routing, RoutingError, route
 from ds_muon.update import muon_update
+from ds_muon.version import VERSION
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "COEFFICIENTS",

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 from torch import Tensor
 
@@ -155,7 +155,7 @@ class NanCapture:
             "versions": {
                 "torch": str(torch.__version__),
                 "cuda": torch.version.cuda,
-                "deepspeed": deepspeed.__version__,
+                "deepspeed": getattr(sys.modules.get("deepspeed"), "__version__", None),
             },
         }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,15 @@ from ds_muon.orthogonalize.backends import problem
 from ds_muon.say import printable, tell
 from ds_muon.text import columns
 from ds_muon.verify.tolerances import AGAINST_FP64
+
+DESCRIPTION = """\
+Run the captured input of Newton-Schulz, on the GPU if there is one, through every backend, dtype and form, and compare
+each result with the fp64 reference. * marks what ran when the file was saved. "error" is relative to the reference,
+"allowed" what the rounding of the dtype explains, "orthogonality" is ||O O^T - I|| / sqrt(smaller side).
+
+Exit code: 0 if everything is right, also where the fault is not reproduced; 1 if a backend, the input or the
+coefficients are at fault; 2 if a file could not be read, or what it was saved with cannot run here.
+"""
 
 # Of what rounding the input to the iteration's dtype alone changes, the iteration may change so many times as much: it
 # rounds after each of its products. Measured: up to 7.
@@ -184,6 +194,13 @@ def _distance(found: Tensor, expected: Tensor) -> float:
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 ALL_RIGHT, AT_FAULT, NOT_REPLAYED = 0, 1, 2
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Those of ``ds-muon replay``."""
+    parser.description = DESCRIPTION
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="what a rank saved in ds_muon_captures")
+    parser.set_defaults(run=lambda options: replay(options.files))
 
 
 def replay(paths: list[Path]) -> int:

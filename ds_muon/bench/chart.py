@@ -11,17 +11,6 @@ from ds_muon.planner import StepCost
 _COLOURS = ("#0072b2", "#56b4e9", "#999999", "#e69f00", "#ddcc77", "#882255", "#cc79a7", "#009e73")
 
 
-def suffixes() -> list[str]:
-    """Of the files that can be written, with their dots.
-
-    Raises:
-        ImportError: matplotlib is missing.
-    """
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    return [f".{suffix}" for suffix in sorted(FigureCanvasBase.get_supported_filetypes())]
-
-
 def draw_bars(
     path: Path, title: str, axis: str, groups: Sequence[str], series: Mapping[str, Sequence[float | None]]
 ) -> None:

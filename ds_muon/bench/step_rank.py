@@ -26,7 +26,6 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
-import ds_muon
 from ds_muon.agree import gather
 from ds_muon.bench.clock import synchronize
 from ds_muon.bench.parts import PARTS, Recorder, instrumented
@@ -46,6 +45,7 @@ from ds_muon.files import write_text
 from ds_muon.launch import finish, say_progress, say_why
 from ds_muon.verify.gpt import GPT, GPTConfig
 from ds_muon.verify.subject import draw_windows, standard_library
+from ds_muon.version import VERSION
 
 SEED = 0
 HEAD_SIZE = 64
@@ -298,7 +298,7 @@ def measure(task: Task, device: torch.device) -> Run:
         parameters=parameters,
         passes=1 if together else PASSES,
         notes=tuple(_notes(task)),
-        versions={"torch": torch.__version__, "deepspeed": deepspeed.__version__, "ds_muon": ds_muon.__version__},
+        versions={"torch": torch.__version__, "deepspeed": deepspeed.__version__, "ds_muon": VERSION},
         measured=tuple(contender.measured() for contender in contenders),
     )
 

@@ -15,11 +15,13 @@ from typing import NoReturn
 import deepspeed
 import torch.distributed as dist
 
-from ds_muon import DSMuonConfigError, DSMuonRefusal, RoutingError
-from ds_muon.cli import VERIFY, VERIFY_MODEL, add_verify_options, check_outputs, check_verify_options, present
+from ds_muon.config import DSMuonConfigError
 from ds_muon.extras import how_to_install
 from ds_muon.launch import OF_MPI, finish, say_why
+from ds_muon.refusals import DSMuonRefusal
+from ds_muon.routing import RoutingError
 from ds_muon.say import tell
+from ds_muon.verify.command import add_options, check_options, check_outputs, present
 from ds_muon.verify.engine_view import CannotVerify
 from ds_muon.verify.outcome import COULD_NOT_RUN, exit_code
 from ds_muon.verify.session import run
@@ -31,12 +33,9 @@ _SAID_IN_WORDS = (CannotVerify, DSMuonConfigError, DSMuonRefusal, RoutingError)
 def main() -> NoReturn:
     """Run this rank's part and end the process with the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m ds_muon.verify",
-        description=VERIFY,
-        epilog=VERIFY_MODEL,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m ds_muon.verify", formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_verify_options(parser)
+    add_options(parser)
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher's
     options = parser.parse_args()
     if problem := missing_launcher(os.environ):
@@ -63,7 +62,7 @@ def missing_launcher(environment: Mapping[str, str]) -> str | None:
 
 
 def _run_rank(options: argparse.Namespace) -> int:
-    task = check_verify_options(options)
+    task = check_options(options)
     # Under mpirun, DeepSpeed takes the port from here, and everything else from MPI.
     deepspeed.init_distributed(distributed_port=int(os.environ.get("MASTER_PORT", "29500")))
     if options.world_size not in (None, dist.get_world_size()):

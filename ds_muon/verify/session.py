@@ -19,7 +19,6 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.utils import logger
 
-import ds_muon
 from ds_muon.config import DSMuonConfig
 from ds_muon.launch import say_progress
 from ds_muon.refusals import config_refusals
@@ -31,6 +30,7 @@ from ds_muon.verify.inject import FAULTS, plant
 from ds_muon.verify.outcome import NotShown, Outcome
 from ds_muon.verify.record import UpdateRecord, VerifyResult
 from ds_muon.verify.subject import built_in_batches, built_in_model, endless, loss_of, make_subject
+from ds_muon.version import VERSION
 
 DEFAULT_CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4,
@@ -242,7 +242,7 @@ def _train(task: Task, fault: str | None) -> VerifyResult:
         partition_sizes=tuple(int(size) for size in engine.optimizer.partition_size),
         config=task.config,
         versions={
-            "ds_muon": ds_muon.__version__,
+            "ds_muon": VERSION,
             "deepspeed": str(deepspeed.__version__),
             "torch": str(torch.__version__),
         },

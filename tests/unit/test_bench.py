@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_muon import cli
+from ds_muon import cli, options
 from ds_muon.bench import clock, newton_schulz, peers
 from ds_muon.bench.newton_schulz import Row, Timing, floor_flops, measure
 from ds_muon.orthogonalize import reference_newton_schulz, schedule
@@ -205,8 +205,8 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
 
 
 def test_asking_whether_a_file_can_be_written_leaves_it_alone(files: Path) -> None:
-    assert cli._writable(str(files / "file")).read_text() == "kept"
-    assert not cli._writable(str(files / "new" / "n.json")).exists()
+    assert options.writable(str(files / "file")).read_text() == "kept"
+    assert not options.writable(str(files / "new" / "n.json")).exists()
 
 
 @pytest.mark.parametrize(

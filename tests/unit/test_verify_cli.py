@@ -30,6 +30,7 @@ from hypothesis import strategies as st
 import ds_muon
 from ds_muon import cli, launch
 from ds_muon.launch import FAILED
+from ds_muon.verify import command as verify_command
 from ds_muon.verify import outcome, session, subject, table
 from ds_muon.verify.__main__ import missing_launcher
 from ds_muon.verify.engine_view import CannotVerify
@@ -284,10 +285,10 @@ def test_a_factory_is_loaded_from_the_current_folder(tmp_path: Path, monkeypatch
 
 def test_options_have_defaults_and_limits(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
-    cli.add_verify_options(parser)
+    verify_command.add_options(parser)
     options = parser.parse_args([])
     assert (options.steps, options.world_size, options.seed, options.inject) == (3, None, 0, None)
-    task = cli.check_verify_options(parser.parse_args(["--inject", "all", "--steps", "2"]))
+    task = verify_command.check_options(parser.parse_args(["--inject", "all", "--steps", "2"]))
     assert (task.inject, task.steps, task.config) == ("all", 2, DEFAULT_CONFIG)
     for arguments in (["--steps", "0"], ["--world-size", "-1"], ["--inject", "gremlin"]):
         with pytest.raises(SystemExit) as ended:
@@ -354,16 +355,16 @@ def test_the_verdict_and_the_exit_code_depend_on_nothing_that_can_be_written(
 ) -> None:
     """The ranks are done; the disk is full by now, and so may stdout be."""
     parser = argparse.ArgumentParser()
-    cli.add_verify_options(parser)
+    verify_command.add_options(parser)
     (tmp_path / "report").touch()
     options = parser.parse_args(["--json", str(tmp_path), "--report", str(tmp_path / "report")])
     found = [result(record(error=error, diagnosis="clipped update"))]
-    assert cli.present(found, options) == code
+    assert verify_command.present(found, options) == code
     out, said = capsys.readouterr()
     assert out.splitlines()[-1].startswith(word)
     assert f"numbers: {tmp_path} could not be written" in said and "report: " in said
     monkeypatch.setattr(sys, "stdout", taking_nothing)
-    assert cli.present(found, options) == code
+    assert verify_command.present(found, options) == code
     assert capsys.readouterr().err.splitlines()[-1].startswith(word)
 
 

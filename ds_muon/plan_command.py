@@ -1,0 +1,80 @@
+"""``ds-muon plan``: its options, and what it prints and writes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+
+from ds_muon import planner
+from ds_muon.bench.chart import draw_costs
+from ds_muon.extras import how_to_install
+from ds_muon.files import keep, write_text
+from ds_muon.options import add_outputs, positive, rate
+from ds_muon.orthogonalize import BACKENDS
+from ds_muon.owners import RATES, Rates
+from ds_muon.say import tell
+from ds_muon.text import json_text
+from ds_muon.verify.outcome import COULD_NOT_RUN
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Those of ``ds-muon plan``."""
+    parser.description = planner.__doc__
+    parser.add_argument(
+        "models",
+        nargs="+",
+        metavar="MODEL",
+        choices=planner.MODELS,
+        help=f"whose matrices, as one param group: {', '.join(planner.MODELS)}",
+    )
+    parser.add_argument(
+        "--world-size", type=positive, nargs="+", metavar="N", default=[2**i for i in range(13)],
+        help="numbers of ranks (default: 1, 2, 4, ... 4096)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tflops",
+        type=rate,
+        default=RATES.flops / 1e12,
+        help="for the times: rate of the iteration per rank (default: %(default)g; see bench newton-schulz)",
+    )
+    parser.add_argument(
+        "--link", type=rate, default=RATES.bytes_per_second / 1e9, metavar="GB/s",
+        help="for the times: rate of a rank's link (default: %(default)g)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--ns-backend", choices=("auto", *BACKENDS), default="auto",
+        help="for the memory: whose batches (default: triton where it is installed, as on Hopper GPUs, else torch)",
+    )  # fmt: skip
+    add_outputs(parser, "draw the times against the ranks there (.png)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the plans of the models that were named. Returns the exit code."""
+    backend = options.ns_backend
+    if backend == "auto":
+        backend = "torch" if find_spec("triton") is None else "triton"
+    elif backend == "triton" and find_spec("triton") is None:
+        tell(f"ds-muon plan: --ns-backend triton needs Triton: {how_to_install('triton')}", to=sys.stderr)
+        return COULD_NOT_RUN
+    settings = replace(planner.default_settings(), backend=backend)
+    rates = Rates(1e12 * options.tflops, 1e9 * options.link)
+    costs: dict[str, list[planner.StepCost]] = {}
+    for model in options.models:
+        shapes = planner.MODELS[model]()
+        costs[model] = [planner.step_cost(shapes, size, settings, rates=rates) for size in options.world_size]
+        elements = sum(rows * cols for _, (rows, cols) in shapes)
+        tell(
+            f"{model}: {len(shapes)} matrices, {elements / 1e9:.2f}B elements; defaults on a GPU "
+            f"({options.tflops:g} TFLOP/s and {options.link:g} GB/s per rank), {backend} backend\n"
+        )
+        tell(f"{planner.table(costs[model])}\n")
+    kept = []
+    if options.json is not None:
+        text = json_text(costs, indent=1) + "\n"
+        kept.append(keep("numbers", options.json, lambda: write_text(options.json, text)))
+    if options.chart is not None:
+        kept.append(keep("chart", options.chart, lambda: draw_costs(options.chart, costs, options.tflops)))
+    return 0 if all(kept) else COULD_NOT_RUN
