@@ -43,8 +43,8 @@ class RowVariance:
         self._where: dict[tuple[str, ...], Tensor] = {}
         self._rows: dict[str, tuple[int, int]] = {}
         place = {name: index for index, name in enumerate(plan_order)}
-        places = torch.tensor([place[name] for name, _ in rows], device="cpu")
-        counts = torch.tensor([count for _, count in rows], device="cpu")
+        places = torch.tensor([place[name] for name, _ in rows], dtype=torch.int64, device="cpu")
+        counts = torch.tensor([count for _, count in rows], dtype=torch.int64, device="cpu")
         # (rows, 1): of each row, the place of its matrix in the plan.
         self._matrices = torch.repeat_interleave(places, counts).unsqueeze(1)
         start = 0
