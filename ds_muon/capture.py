@@ -13,6 +13,7 @@ Switched on by the environment, so that a running configuration need not change:
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,15 +22,19 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.utils import logger
 from torch import Tensor
 
-from ds_muon.orthogonalize import NewtonSchulz, schedule
+from ds_muon.files import writing
+from ds_muon.orthogonalize import WORKSPACE_BYTES, NewtonSchulz, schedule
+from ds_muon.say import log
 
 # Of the file's content; raised when it changes.
 FORMAT = 1
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+# Of an iteration, as in the config: what a file claims decides how long its replay takes.
+_MOST_STEPS = 100
 
 _SWITCH = "DS_MUON_NAN_CAPTURE"
 _DEFAULT_FOLDER, _DEFAULT_MAX = "ds_muon_captures", 10
@@ -47,7 +52,7 @@ class NanCapture:
 
     def __init__(self, rank: int) -> None:
         self.saved: list[Path] = []
-        """The files of this step and the one before."""
+        """The files of this step and the one before, wherever the reader of a message may be."""
         self.seen: list[str] = []
         """The parameters whose update was not finite in this step."""
         self.seen_before: list[str] = []
@@ -113,7 +118,7 @@ class NanCapture:
                     self._warn(f"could not save the input of {name}: {error}")
 
     def _save(self, content: dict[str, Any]) -> None:
-        folder = Path(os.environ.get(f"{_SWITCH}_DIR") or _DEFAULT_FOLDER).expanduser()
+        folder = Path(os.environ.get(f"{_SWITCH}_DIR") or _DEFAULT_FOLDER).expanduser().absolute()
         most = self._most()
         folder.mkdir(parents=True, exist_ok=True)
         if len(list(folder.glob(f"rank{self._rank}_*.pt"))) >= most:
@@ -124,17 +129,12 @@ class NanCapture:
             self.seen.append(content["name"])
             return
         path = _unused_path(folder, self._rank, content["input"])
-        # Under another name until it is whole: a file that ends in .pt can be read.
-        unfinished = path.with_suffix(".part")
-        try:
-            torch.save(content, unfinished)
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        with writing(path) as file:
+            torch.save(content, file)
         self.saved.append(path)
         self.seen.append(content["name"])
         name = content["name"]
-        logger.warning(f"[ds_muon] the update of {name} is not finite; its input is in {path}: ds-muon replay {path}")
+        log(f"the update of {name} is not finite; its input is saved: ds-muon replay {shlex.quote(str(path))}")
 
     def _most(self) -> int:
         given = os.environ.get(f"{_SWITCH}_MAX") or str(_DEFAULT_MAX)
@@ -162,7 +162,7 @@ class NanCapture:
     def _warn(self, problem: str) -> None:
         """Once: the same problem comes with every matrix and step."""
         if not self._warned:
-            logger.warning(f"[ds_muon] capture on rank {self._rank}: {problem}")
+            log(f"capture on rank {self._rank}: {problem}")
         self._warned = True
 
 
@@ -226,6 +226,8 @@ def _checked(content: dict[str, Any]) -> Capture:
     settings["triples"] = tuple((float(a), float(b), float(c)) for a, b, c in settings["triples"])
     settings["eps"] = float(settings["eps"])
     schedule(settings["triples"], len(settings["triples"]))
+    if len(settings["triples"]) > _MOST_STEPS:
+        raise ValueError(f"there is no iteration of {len(settings['triples'])} steps")
     if settings["method"] not in ("gram", "standard") or not 0 <= settings["eps"] < 1:
         raise ValueError(f"there is no iteration of method {settings['method']!r}, eps {settings['eps']}")
     matrix, output = content["input"], content["output"]
@@ -236,11 +238,14 @@ def _checked(content: dict[str, Any]) -> Capture:
             raise ValueError("there is less data than the shapes tell")
     if matrix.dtype != torch.float32 or matrix.shape != output.shape or not output.is_floating_point():
         raise ValueError("the input is not in fp32, or the output has another shape or type")
+    batch = max(1, int(content["batch"]))
+    if batch > max(1, WORKSPACE_BYTES // (matrix.numel() * settings["dtype"].itemsize)):
+        raise ValueError(f"a batch of {batch} such matrices is more than is ever run at once")
     return Capture(
         input=matrix,
         output=output,
         name=str(content["name"]),
-        batch=max(1, int(content["batch"])),
+        batch=batch,
         rank=int(content["rank"]),
         step=int(content["step"]),
         settings=NewtonSchulz(**settings | {"backend": str(settings["backend"])}),

@@ -18,10 +18,12 @@ from ds_muon import planner
 from ds_muon.bench import newton_schulz, step
 from ds_muon.bench.chart import draw_costs, suffixes
 from ds_muon.extras import how_to_install
+from ds_muon.files import check_writable, keep, write_text
 from ds_muon.launch import RanksFailed, run_ranks
 from ds_muon.orthogonalize import BACKENDS
 from ds_muon.owners import RATES, Rates
 from ds_muon.replay import replay
+from ds_muon.say import tell
 from ds_muon.text import json_text
 from ds_muon.verify import table
 from ds_muon.verify.engine_view import CannotVerify
@@ -80,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception:  # Python's own exit code for it, 1, would say that updates are wrong
-        traceback.print_exc()
+        tell(traceback.format_exc(), to=sys.stderr)
         return COULD_NOT_RUN
     return code
 
@@ -134,29 +136,49 @@ def check_verify_options(options: argparse.Namespace) -> Task:
     return Task(config, options.steps, options.model, options.seed, options.inject)
 
 
+def check_outputs(options: argparse.Namespace) -> None:
+    """Look whether the files that the options ask for can be written, on whoever will write them.
+
+    Raises:
+        CannotVerify: one cannot.
+    """
+    from ds_muon.report import FILES
+
+    wanted = [("--json", options.json)] if options.json is not None else []
+    if options.report is not None:
+        folders = [options.report / name for name in FAULTS] if options.inject == ALL_FAULTS else [options.report]
+        wanted += [("--report", folder / name) for folder in folders for name in FILES]
+    for option, path in wanted:
+        try:
+            check_writable(path)
+        except OSError as error:
+            raise CannotVerify(f"{option}: {path} cannot be written: {error.strerror}") from None
+
+
 def present(outcomes: Sequence[Outcome], options: argparse.Namespace) -> int:
     """Print what was found, write the files that were asked for, and end with one line of verdict.
 
     Returns:
-        The exit code.
+        The exit code, which is that of the outcomes whatever can be printed or written.
     """
     if heading := table.heading(outcomes, options.config and str(options.config), options.model):
-        print(heading, end="\n\n")
+        tell(f"{heading}\n")
     if options.inject == ALL_FAULTS:
-        print(table.fault_table(outcomes))
+        tell(table.fault_table(outcomes))
         verdict = table.faults_verdict(outcomes)
     else:
         (result,) = outcomes
         assert isinstance(result, VerifyResult)
-        print(table.parameter_table(result))
+        tell(table.parameter_table(result))
         verdict = table.verdict(result) if options.inject is None else table.fault_verdict(result)
+    if options.json is not None or options.report is not None:
+        tell("")
     if options.json is not None:
-        save(outcomes, options.json, as_list=options.inject == ALL_FAULTS)
-        print(f"\nnumbers: {options.json}")
+        keep("numbers", options.json, lambda: save(outcomes, options.json, as_list=options.inject == ALL_FAULTS))
     if options.report is not None:
-        _write_reports(outcomes, options.report)
-        print(f"\nreport: {options.report}")
-    print(f"\n{verdict}", flush=True)
+        keep("report", options.report, lambda: _write_reports(outcomes, options.report))
+    if not tell(f"\n{verdict}"):
+        tell(verdict, to=sys.stderr)
     return exit_code(outcomes)
 
 
@@ -177,11 +199,12 @@ def _verify(options: argparse.Namespace) -> int:
             arguments += [f"--{name}", str(value)]
     try:
         check_verify_options(options)
+        check_outputs(options)
         return present(run_ranks("ds_muon.verify", arguments, world_size, load), options)
     except RanksFailed as error:
-        print(error, file=sys.stderr)
+        tell(str(error), to=sys.stderr)
     except (CannotVerify, OSError) as error:
-        print(f"ds-muon verify: {error}", file=sys.stderr)
+        tell(f"ds-muon verify: {error}", to=sys.stderr)
     return COULD_NOT_RUN
 
 
@@ -328,7 +351,7 @@ def _plan(options: argparse.Namespace) -> int:
     if backend == "auto":
         backend = "torch" if find_spec("triton") is None else "triton"
     elif backend == "triton" and find_spec("triton") is None:
-        print(f"ds-muon plan: --ns-backend triton needs Triton: {how_to_install('triton')}", file=sys.stderr)
+        tell(f"ds-muon plan: --ns-backend triton needs Triton: {how_to_install('triton')}", to=sys.stderr)
         return COULD_NOT_RUN
     settings = replace(planner.default_settings(), backend=backend)
     rates = Rates(1e12 * options.tflops, 1e9 * options.link)
@@ -337,16 +360,18 @@ def _plan(options: argparse.Namespace) -> int:
         shapes = planner.MODELS[model]()
         costs[model] = [planner.step_cost(shapes, size, settings, rates=rates) for size in options.world_size]
         elements = sum(rows * cols for _, (rows, cols) in shapes)
-        print(f"{model}: {len(shapes)} matrices, {elements / 1e9:.2f}B elements; defaults on a GPU", end="")
-        print(f" ({options.tflops:g} TFLOP/s and {options.link:g} GB/s per rank), {backend} backend\n")
-        print(planner.table(costs[model]), end="\n\n")
+        tell(
+            f"{model}: {len(shapes)} matrices, {elements / 1e9:.2f}B elements; defaults on a GPU "
+            f"({options.tflops:g} TFLOP/s and {options.link:g} GB/s per rank), {backend} backend\n"
+        )
+        tell(f"{planner.table(costs[model])}\n")
+    kept = []
     if options.json is not None:
-        options.json.write_text(json_text(costs, indent=1) + "\n")
-        print(f"numbers: {options.json}")
+        text = json_text(costs, indent=1) + "\n"
+        kept.append(keep("numbers", options.json, lambda: write_text(options.json, text)))
     if options.chart is not None:
-        draw_costs(options.chart, costs, options.tflops)
-        print(f"chart: {options.chart}")
-    return 0
+        kept.append(keep("chart", options.chart, lambda: draw_costs(options.chart, costs, options.tflops)))
+    return 0 if all(kept) else COULD_NOT_RUN
 
 
 def _add_outputs(parser: argparse.ArgumentParser, picture: str) -> None:
@@ -356,14 +381,10 @@ def _add_outputs(parser: argparse.ArgumentParser, picture: str) -> None:
 
 
 def _writable(text: str) -> Path:
-    """A file that can be written; makes its folder."""
+    """A file that can be written."""
     path = Path(text)
-    there = path.exists()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("ab").close()
-        if not there:
-            path.unlink()
+        check_writable(path)
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{text} cannot be written: {error.strerror}") from error
     return path

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from deepspeed.utils import logger
 from torch import Tensor
 
 from ds_muon.agree import gather as gather
 from ds_muon.agree import raise_together as raise_together
 from ds_muon.capture import NanCapture
+from ds_muon.say import log, printable
 
 
 class NonFiniteUpdate(RuntimeError):
@@ -45,10 +46,7 @@ class SkippedSteps:
         self._tally[self._cause] += 1
         self.why = why
         if not quiet and dist.get_rank() == 0 and self.count & (self.count - 1) == 0:
-            logger.warning(
-                f"[ds_muon] step skipped, no weight moved on any rank: {why} (skipped so far for {self._cause}: "
-                f"{self.count})"
-            )
+            log(f"step skipped, no weight moved on any rank: {why} (skipped so far for {self._cause}: {self.count})")
 
     def close(self) -> None:
         """Say how many there were, if any. Once."""
@@ -59,7 +57,7 @@ def _say_how_many(tally: dict[str, int]) -> None:
     for cause, count in tally.items():
         # The process group may be gone by now.
         if count and os.environ.get("RANK", "0") == "0":
-            logger.warning(f"[ds_muon] steps skipped in all for {cause}: {count}")
+            log(f"steps skipped in all for {cause}: {count}")
 
 
 # What a rank has to say of a step's updates; of all ranks, the largest holds.
@@ -227,7 +225,7 @@ class StepGuard:
             NonFiniteUpdate: the same on every rank.
         """
         if findings.stop:
-            seen = [name for names in gather(capture.seen_before, self._process_group) for name in names]
+            seen = [printable(name) for names in gather(capture.seen_before, self._process_group) for name in names]
             raise NonFiniteUpdate(
                 f"in the step before, the update of {', '.join(seen)} was not finite and, with nan_guard off, has been "
                 f"applied: load a checkpoint. {self._evidence(capture)[0]}"
@@ -264,7 +262,7 @@ class StepGuard:
         saved = [str(path) for of_rank, _ in ranks for path in of_rank]
         captures = any(is_on for _, is_on in ranks)
         if saved:
-            return f"Saved for inspection: ds-muon replay {' '.join(saved)}", captures
+            return f"Saved for inspection: ds-muon replay {shlex.join(saved)}", captures
         if captures:
             return "The input could not be saved: see the warnings", captures
         return "DS_MUON_NAN_CAPTURE=1 saves such inputs for ds-muon replay", captures

@@ -24,6 +24,9 @@ from typing import BinaryIO, NoReturn, TypeVar
 
 import torch
 
+from ds_muon import leash
+from ds_muon.say import printable, tell
+
 T = TypeVar("T")
 
 # A rank that fails writes its message between these; see `describe_failure`.
@@ -33,6 +36,7 @@ PROGRESS = "ds-muon: now "
 # The rank, as Open MPI, and MPICH and its kin, set it.
 OF_MPI = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
+_LAUNCHER = (sys.executable, "-m", "deepspeed.launcher.runner")
 _TRACEBACK = "Traceback (most recent call last):"
 _LINES_OF_LOG = 25
 _PATIENCE_SECONDS = 5.0
@@ -53,7 +57,7 @@ def run_ranks(
     """Run ``python -m module`` with these arguments on ``world_size`` ranks and return what they found.
 
     The ranks' output goes to a file, which is kept if they crash; what they say of their progress is shown meanwhile.
-    All of them end with this call, however it ends.
+    All of them end with this call, however it ends, and with this process, however that ends.
 
     Args:
         module: gets ``--json FILE`` besides; its rank 0 must write that file, whole or not at all.
@@ -67,7 +71,7 @@ def run_ranks(
     """
     ours, devices = placement(environment or os.environ, world_size, torch.cuda.device_count())
     where = "the CPU" if ours["DS_ACCELERATOR"] == "cpu" else ours["DS_ACCELERATOR"]
-    print(f"starting {world_size} rank{'s' * (world_size > 1)} on {where} ...", file=sys.stderr, flush=True)
+    tell(f"starting {world_size} rank{'s' * (world_size > 1)} on {where} ...", to=sys.stderr)
     folder = Path(tempfile.mkdtemp(prefix="ds-muon-"))
     log, result = folder / "ranks.log", folder / "result.json"
     keep_log = False
@@ -120,9 +124,16 @@ def describe_failure(log: str) -> str:
     signalled = re.search(r"exits with return code = -(\d+)", log)
     if signalled is None:
         return _last_words(log)
-    name = signal.Signals(int(signalled[1])).name
+    name = _name_of_signal(int(signalled[1]))
     hint = ": as the system does when memory runs out" if name == "SIGKILL" else ""
     return f"{_last_words(log)}\na rank was ended by {name}{hint}"
+
+
+def _name_of_signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # of those for real time, only the first and the last have names
+        return f"signal {number}"
 
 
 def _last_words(log: str) -> str:
@@ -141,15 +152,16 @@ def _is_noise(line: str) -> bool:
 
 
 def _launch(arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-    """Run the `deepspeed` launcher to its end, or end it and its ranks with this call."""
+    """Run the `deepspeed` launcher to its end, or end it and its ranks with this call or this process."""
     port = _free_port()
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--master_port", str(port), "--log_level", "warning"]
+    leashed = [sys.executable, "-I", "-S", leash.__file__, str(port), str(log.parent)]
+    command = [*leashed, *_LAUNCHER, "--master_port", str(port), "--log_level", "warning", *arguments]
     with _signals_as_exits(), log.open("wb") as output:
         # A session of their own: one signal reaches them all, and a terminal's Ctrl-C comes through here only.
         process = subprocess.Popen(
-            [*command, *arguments],
+            command,
             env=environment,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -162,7 +174,9 @@ def _launch(arguments: Sequence[str], environment: Mapping[str, str], log: Path)
                     _show_progress(written)
         finally:
             _end(process)
-            _remove_buffers(port)
+            leash.remove_buffers(port)
+            assert process.stdin is not None
+            process.stdin.close()
 
 
 def _show_progress(log: BinaryIO) -> None:
@@ -172,7 +186,8 @@ def _show_progress(log: BinaryIO) -> None:
             log.seek(-len(line), os.SEEK_CUR)  # the rest of it is still to come
             return
         if line.startswith(PROGRESS.encode()):
-            print(f"{line.decode()[len(PROGRESS) :].rstrip()} ...", file=sys.stderr, flush=True)
+            said = line.decode(errors="replace")[len(PROGRESS) :].rstrip()
+            tell(f"{printable(said)} ...", to=sys.stderr)
 
 
 def _free_port() -> int:
@@ -197,23 +212,17 @@ def _signals_as_exits() -> Iterator[None]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the launcher and every rank that is left of its process group."""
+    """End the launcher and every rank that is left of this process group."""
     for signum in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + _PATIENCE_SECONDS
         try:
             os.killpg(process.pid, signum)
             while time.monotonic() < deadline:
-                process.poll()  # reaps the launcher
+                process.poll()  # reaps it
                 os.killpg(process.pid, 0)
                 time.sleep(0.05)
         except ProcessLookupError:
             return
-
-
-def _remove_buffers(port: int) -> None:
-    """DeepSpeed's CPU ranks leave 64 MiB each in shared memory, named by user, address, port and rank."""
-    for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*_{port}_*"):
-        buffer.unlink(missing_ok=True)
 
 
 # ---- the rank's side ------------------------------------------------------------------------------------------------
@@ -223,7 +232,7 @@ def say_progress(text: str) -> None:
     """Let the user know what the ranks are at. Rank 0 says it for all."""
     if os.environ.get("RANK", "0") == "0":
         # In one piece, so that ranks do not interrupt each other.
-        os.write(2, f"{PROGRESS}{text}\n".encode())
+        _write_to_stderr(f"{PROGRESS}{text}\n")
 
 
 def say_why(error: BaseException, *, in_words: bool) -> None:
@@ -232,8 +241,8 @@ def say_why(error: BaseException, *, in_words: bool) -> None:
     message = f"{FAILED} {rank}: {'' if in_words else f'{type(error).__name__}: '}{error}\n"
     if not in_words:
         message += "".join(traceback.format_exception(error))
-    sys.stdout.flush()
-    os.write(2, f"{message}{END_OF_FAILURE}\n".encode())
+    _flush()
+    _write_to_stderr(f"{message}{END_OF_FAILURE}\n")
 
 
 def finish(code: int) -> NoReturn:
@@ -242,7 +251,17 @@ def finish(code: int) -> NoReturn:
         from mpi4py import MPI
 
         MPI.Finalize()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
     # CPU ranks of DeepSpeed, with any optimizer, now and then abort while the interpreter shuts down.
     os._exit(code)
+
+
+def _write_to_stderr(text: str) -> None:
+    with suppress(OSError):  # a full disk under the log is no reason to end otherwise
+        os.write(2, text.encode(errors="backslashreplace"))
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,6 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
-from deepspeed.utils import log_dist, logger
 from torch import nn
 from torch.optim import lr_scheduler as torch_schedulers
 
@@ -33,7 +33,7 @@ from ds_muon.optimizer import DSMuon
 from ds_muon.param_groups import split_param_groups
 from ds_muon.refusals import SUPPORTED_DEEPSPEED, DSMuonRefusal, config_refusals, may_differ, model_refusals
 from ds_muon.routing import Routing, RoutingError, check_matches, route
-from ds_muon.say import say
+from ds_muon.say import log, say
 from ds_muon.schedulers import build, cycle_momentum, dsmuon_in, highest_rates
 from ds_muon.zero import MuonZeroOptimizer
 
@@ -249,11 +249,11 @@ def _show(routing: Routing) -> None:
     muon, adamw, *others = routing.summary()
     say(muon)
     say(adamw)
-    for line in others:
-        log_dist(f"[ds_muon] {line}", ranks=[0])
-    for line in routing.warnings():
-        if dist.get_rank() == 0:
-            logger.warning(f"[ds_muon] {line}")
+    if dist.get_rank() == 0:
+        for line in others:
+            log(line, logging.INFO)
+        for line in routing.warnings():
+            log(line)
 
 
 def _do_optimizer_sanity_check(original: Callable[..., Any], engine: Any, basic_optimizer: Any) -> Any:
@@ -277,7 +277,8 @@ def _configure_zero_optimizer(original: Callable[..., Any], engine: Any, optimiz
         from ds_muon.verify.in_training import TrainingCheck
 
         zero_optimizer.training_check = TrainingCheck(zero_optimizer, engine.module, every)
-    log_dist(f"[ds_muon] {zero_optimizer.plan.summary()}", ranks=[0])
+    if dist.get_rank() == 0:
+        log(zero_optimizer.plan.summary(), logging.INFO)
     return zero_optimizer
 
 
@@ -307,7 +308,7 @@ def _configure_lr_scheduler(original: Callable[..., None], engine: Any) -> None:
     if dist.get_rank() == 0:
         reached = highest_rates(engine.lr_scheduler, optimizer)
         for line in far_off(reached, optimizer.configured_rates, optimizer.config):
-            logger.warning(f"[ds_muon] {line}")
+            log(line)
 
 
 def _load_checkpoint(original: Callable[..., Any], engine: Any, load_dir: str, tag: str, **options: Any) -> Any:

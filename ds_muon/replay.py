@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ds_muon.capture import Capture, CaptureError, read_capture
-from ds_muon.orthogonalize import BACKENDS, NewtonSchulz, orthogonalize, reference_newton_schulz
+from ds_muon.orthogonalize import BACKENDS, NewtonSchulz, batches, orthogonalize, reference_newton_schulz
 from ds_muon.orthogonalize.backends import problem
+from ds_muon.say import printable, tell
 from ds_muon.text import columns
 from ds_muon.verify.tolerances import AGAINST_FP64
 
@@ -60,7 +61,7 @@ class Attempt:
         return "right" if self.ok else "not finite" if math.isnan(self.error) else "WRONG"
 
     def __str__(self) -> str:
-        return f"the {self.backend} backend in {self.dtype}, {self.form} form"
+        return f"the {printable(self.backend)} backend in {self.dtype}, {self.form} form"
 
 
 class _Reference:
@@ -90,7 +91,7 @@ def attempts(capture: Capture, device: torch.device) -> Iterator[Attempt]:
     """Run the input on everything that can run here.
 
     What the file was written with comes last, for a kernel that faults takes the device with it; it runs in a batch of
-    as many copies as there were matrices.
+    as many copies as there were matrices, or as this device takes at once.
 
     Args:
         capture: with a finite input.
@@ -109,8 +110,8 @@ def attempts(capture: Capture, device: torch.device) -> Iterator[Attempt]:
     distinct = {_key(settings, matrix): settings for settings in others}
     distinct.pop(_key(captured, matrix), None)
     for settings in distinct.values():
-        yield _attempt([matrix], settings, reference, as_captured=False)
-    yield _attempt([matrix] * capture.batch, captured, reference, as_captured=True)
+        yield _attempt(matrix, 1, settings, reference, as_captured=False)
+    yield _attempt(matrix, capture.batch, captured, reference, as_captured=True)
 
 
 def _key(settings: NewtonSchulz, matrix: Tensor) -> tuple[str, str, str]:
@@ -119,13 +120,15 @@ def _key(settings: NewtonSchulz, matrix: Tensor) -> tuple[str, str, str]:
 
 
 def _attempt(
-    matrices: Sequence[Tensor], settings: NewtonSchulz, reference: _Reference, *, as_captured: bool
+    matrix: Tensor, batch: int, settings: NewtonSchulz, reference: _Reference, *, as_captured: bool
 ) -> Attempt:
-    attempt = Attempt(*_key(settings, matrices[0]), as_captured)
-    reason = problem(settings.backend, matrices[0].device, settings.dtype)
+    attempt = Attempt(*_key(settings, matrix), as_captured)
+    reason = problem(settings.backend, matrix.device, settings.dtype)
     if reason is not None:
         return replace(attempt, cannot_run=reason)
     try:
+        # Several batches would only take longer than one.
+        matrices = [matrix] * max(map(len, batches([matrix] * batch, settings)))
         return _judged(attempt, matrices, settings, reference)
     except Exception as error:  # what a kernel makes of a device that it was not written for
         return replace(attempt, cannot_run=(str(error) or type(error).__name__).splitlines()[0])
@@ -195,22 +198,24 @@ def replay(paths: list[Path]) -> int:
         try:
             codes.append(_replay_one(path, read_capture(path), device))
         except (CaptureError, RuntimeError, MemoryError) as error:  # RuntimeError: no room on the device, for one
-            print(f"{error}\n")
+            tell(f"{error}\n")
             codes.append(NOT_REPLAYED)
     return max(codes)
 
 
 def _replay_one(path: Path, capture: Capture, device: torch.device) -> int:
-    print(path)
+    tell(printable(str(path)))
     (rows, cols), settings = capture.input.shape, capture.settings
     backend, dtype, form = _key(settings, capture.input)
     outcome = "finite" if capture.output.isfinite().all() else "not finite"
     versions = ", ".join(f"{name} {version}" for name, version in capture.versions.items() if version)
-    print(f"  {capture.name} ({rows} x {cols}), rank {capture.rank}, step {capture.step}: the output was {outcome}")
-    print(f"  {backend} backend, {dtype}, {form} form, {len(settings.triples)} steps; {capture.device}; {versions}")
+    ran = f"{backend} backend, {dtype}, {form} form, {len(settings.triples)} steps; {capture.device}; {versions}"
+    where = f"{capture.name} ({rows} x {cols}), rank {capture.rank}, step {capture.step}"
+    tell(f"  {printable(where)}: the output was {outcome}")
+    tell(f"  {printable(ran)}")
     bad = int(capture.input.isfinite().logical_not().sum())
     if bad:
-        print(
+        tell(
             f"\n  INPUT: of its {rows * cols} elements {bad} {'is' if bad == 1 else 'are'} not finite. The fault lies "
             "before Newton-Schulz, in the gradient or the momentum\n"
         )
@@ -218,26 +223,26 @@ def _replay_one(path: Path, capture: Capture, device: torch.device) -> int:
     reference = reference_newton_schulz(capture.input, ns_steps=len(settings.triples), ns_coefficients=settings.triples)
     if not reference.abs().max() <= torch.finfo(settings.dtype).max:
         steps, triple = len(settings.triples), settings.triples[-1]
-        print(
+        tell(
             f"\n  COEFFICIENTS: in fp64 as well, {steps} steps with {triple} leave the range of {dtype} on this input."
         )
-        print('  Set "ns_coefficients": "quintic", or fewer "ns_steps"\n')
+        tell('  Set "ns_coefficients": "quintic", or fewer "ns_steps"\n')
         return AT_FAULT
     own = orthogonality_error(reference)
-    print(f"  replayed on {device.type}; the fp64 reference's own orthogonality error is {own:.2g}\n")
-    print("  " + columns([_HEADER], _COLUMNS)[0])
+    tell(f"  replayed on {device.type}; the fp64 reference's own orthogonality error is {own:.2g}\n")
+    tell("  " + columns([_HEADER], _COLUMNS)[0])
     results = []
     for attempt in attempts(capture, device):  # large matrices take their time: each line as it comes
         results.append(attempt)
-        print("  " + columns([_cells(attempt)], _COLUMNS)[0], flush=True)
-    print(f"\n  {verdict(results)}\n")
+        tell("  " + columns([_cells(attempt)], _COLUMNS)[0])
+    tell(f"\n  {verdict(results)}\n")
     if not all(attempt.ok or attempt.cannot_run for attempt in results):
         return AT_FAULT
     return NOT_REPLAYED if results[-1].cannot_run else ALL_RIGHT
 
 
 def _cells(attempt: Attempt) -> tuple[str, ...]:
-    name = attempt.backend + ("*" if attempt.as_captured else "")
+    name = printable(attempt.backend) + ("*" if attempt.as_captured else "")
     if attempt.cannot_run is not None:
         return (name, attempt.dtype, attempt.form, attempt.result)
     numbers = (f"{attempt.error:.1e}", f"{attempt.allowed:.1e}", f"{attempt.orthogonality:.2g}")

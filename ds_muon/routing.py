@@ -26,6 +26,7 @@ from ds_muon.roles import (
     named_tensors,
     output_heads,
 )
+from ds_muon.say import printable
 from ds_muon.text import columns
 
 Half: TypeAlias = Literal["muon", "adamw", "none"]
@@ -50,6 +51,9 @@ _NOT_GIVEN = "not given to deepspeed.initialize"
 
 class RoutingError(ValueError):
     """A parameter, pattern or param group that cannot be routed as asked."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(printable(text))  # it names parameters
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,7 @@ class Routing:
         for route in self.routes:
             name = " = ".join(route.names[:2]) + (" = ..." if len(route.names) > 2 else "")
             reason = route.reason + (", stored in x out" if route.layout == "in_out" else "")
-            rows.append((name, route.shown_shape, route.half, reason))
+            rows.append((printable(name), route.shown_shape, route.half, reason))
         return "\n".join(columns(rows, "< < < <"))
 
     def summary(self) -> list[str]:
@@ -117,7 +121,7 @@ class Routing:
             f"AdamW: {_count(adamw, 'tensor', 'tensors')} ({_percent(_elements(adamw), trained)})",
         ]
         if idle := self.of_half("none"):
-            some = ", ".join(f"{route.name} ({route.reason})" for route in idle[:3])
+            some = ", ".join(f"{printable(route.name)} ({route.reason})" for route in idle[:3])
             lines.append(f"Not trained: {_count(idle, 'tensor', 'tensors')}: {some}{', ...' if len(idle) > 3 else ''}")
         return lines
 

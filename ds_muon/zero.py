@@ -31,6 +31,7 @@ from ds_muon.orthogonalize import release
 from ds_muon.partition import Plan, flat_layout, make_plan, out_and_in
 from ds_muon.passes import sum_of_squares
 from ds_muon.refusals import NO_GRADIENTS, SUPPORTED_DEEPSPEED, DSMuonRefusal, step_refusal
+from ds_muon.say import printable
 from ds_muon.stage import MuonGroup, in_turns
 
 if TYPE_CHECKING:
@@ -322,7 +323,8 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         first, *others = [matrix for matrix in self.plan.matrices if matrix.name in bad]
         settings = self.newton_schulz
         what = (
-            f"the update of {first.name} ({first.rows} x {first.cols}) is not finite in step {self.steps} since start"
+            f"the update of {printable(first.name)} ({first.rows} x {first.cols}) is not finite in step {self.steps} "
+            "since start"
         )
         what += f", nor those of {len(others)} more matri{'x' if len(others) == 1 else 'ces'}" if others else ""
         if first.name in bad_momentum:

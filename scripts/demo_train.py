@@ -4,8 +4,8 @@
     python scripts/demo_train.py --report dsmuon adamw --out demo_out
 
 All optimizers see the same windows of text in the same order, and as many steps: only the config differs. With DSMuon
-the last updates are compared, matrix by matrix, with the fp64 single-process reference; exit code 1 if one is off.
-The report reads what the runs wrote, and writes loss.png and log.json.
+the last updates are compared, matrix by matrix, with the fp64 single-process reference; exit code 1 if one is off, 2 if
+what was found could not be written. The report reads what the runs wrote, and writes loss.png and log.json.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 import ds_muon  # noqa: F401  registers DSMuon
+from ds_muon.files import check_writable, keep, write_text, writing
 from ds_muon.verify import UpdateCheck, UpdateRecord
 from ds_muon.verify.gpt import GPT, GPTConfig
 
@@ -116,6 +117,17 @@ def train(args: argparse.Namespace) -> int:
         config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
         config["communication_data_type"] = "fp32"
 
+    optimizer = config["optimizer"]["type"]
+    first_checked = steps - CHECKED_STEPS if optimizer == "DSMuon" else steps
+    if config["optimizer"]["params"].get("variant") == "normuon":
+        optimizer = "NorMuon"
+    log_file = args.out / f"{optimizer.lower()}.json"
+    if os.environ.get("RANK", "0") == "0":
+        try:
+            check_writable(log_file)
+        except OSError as error:
+            sys.exit(f"--out: {log_file} cannot be written: {error.strerror}")
+
     torch.manual_seed(SEED)
     model = GPT(scale.model)
     engine, *_ = deepspeed.initialize(
@@ -128,10 +140,6 @@ def train(args: argparse.Namespace) -> int:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     text, held_out = standard_library()
     sampler = torch.Generator().manual_seed(SEED * world_size + rank)
-    optimizer = config["optimizer"]["type"]
-    first_checked = steps - CHECKED_STEPS if optimizer == "DSMuon" else steps
-    if config["optimizer"]["params"].get("variant") == "normuon":
-        optimizer = "NorMuon"
 
     losses: list[float] = []
     milliseconds: list[float] = []
@@ -189,14 +197,16 @@ def train(args: argparse.Namespace) -> int:
         "validation_loss": validation,
         "check": check_summary(records),
     }
+    kept = True
     if rank == 0:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / f"{optimizer.lower()}.json").write_text(json.dumps(log, indent=1))
+        kept = keep("numbers", log_file, lambda: write_text(log_file, json.dumps(log, indent=1)))
         if log["check"] is not None and not log["check"]["ok"]:
             print(f"updates out of tolerance: {log['check']}", file=sys.stderr)
     dist.barrier()
     dist.destroy_process_group()
-    return 0 if log["check"] is None or log["check"]["ok"] else 1
+    if log["check"] is not None and not log["check"]["ok"]:
+        return 1
+    return 0 if kept else 2
 
 
 def check_summary(records: list[UpdateRecord]) -> dict[str, Any] | None:
@@ -272,14 +282,14 @@ def draw(logs: list[dict[str, Any]], path: Path) -> None:
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    with writing(path) as file:
+        figure.savefig(file, format="png", dpi=150)
 
 
 def report(out: Path, names: list[str]) -> int:
     """Merge the logs of some runs, draw them, and print what came out."""
     logs = [json.loads((out / f"{name}.json").read_text()) for name in names]
-    (out / "log.json").write_text(json.dumps({log["optimizer"].lower(): log for log in logs}, indent=1))
-    draw(logs, out / "loss.png")
+    merged = {log["optimizer"].lower(): log for log in logs}
 
     steps = len(logs[0]["train_loss"])
     print(
@@ -306,8 +316,14 @@ def report(out: Path, names: list[str]) -> int:
                 print(f"(tolerance {part['tolerance']:.1e}) on {part['on']},", end=" ")
                 print(f"{part['largest_same_dtype_error']:.1e} beside the same dtype")
         print("  all within tolerance" if check["ok"] else f"  OUT OF TOLERANCE: {', '.join(check['failed'])}")
-    print(f"\nPicture: {out / 'loss.png'}   numbers: {out / 'log.json'}")
-    return 0 if all(check["ok"] for check in checks.values()) else 1
+    print(flush=True)
+    kept = [
+        keep("picture", out / "loss.png", lambda: draw(logs, out / "loss.png")),
+        keep("numbers", out / "log.json", lambda: write_text(out / "log.json", json.dumps(merged, indent=1))),
+    ]
+    if not all(check["ok"] for check in checks.values()):
+        return 1
+    return 0 if all(kept) else 2
 
 
 def main() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ds_muon.files import writing
 from ds_muon.planner import StepCost
 
 _COLOURS = ("#0072b2", "#56b4e9", "#999999", "#e69f00", "#ddcc77", "#882255", "#cc79a7", "#009e73")
@@ -48,7 +49,8 @@ def draw_bars(
     axes.set_title(title)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=150)
+    with writing(path) as file:
+        figure.savefig(file, format=path.suffix[1:].lower(), dpi=150)
 
 
 def draw_costs(path: Path, costs: Mapping[str, Sequence[StepCost]], tflops: float) -> None:
@@ -98,5 +100,6 @@ def draw_costs(path: Path, costs: Mapping[str, Sequence[StepCost]], tflops: floa
     lines = [Line2D([], [], color="#333333", marker=marker, markersize=4, linestyle=line) for marker, line, _ in styles]
     axes.legend(lines, [label for *_, label in styles], frameon=False, fontsize=9, loc="upper right")
     # The same numbers make the same file.
-    with rc_context({"svg.hashsalt": "ds_muon"}):
-        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+    kind = path.suffix[1:].lower()
+    with rc_context({"svg.hashsalt": "ds_muon"}), writing(path) as file:
+        figure.savefig(file, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)

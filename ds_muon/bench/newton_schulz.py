@@ -28,6 +28,7 @@ from torch import Tensor
 from ds_muon.bench.chart import draw_bars
 from ds_muon.bench.clock import YARDSTICK, Yardstick, milliseconds
 from ds_muon.bench.peers import PEERS, Orthogonalize, Stacked, stack
+from ds_muon.files import keep, write_text
 from ds_muon.orthogonalize import (
     BACKENDS,
     NewtonSchulz,
@@ -36,6 +37,7 @@ from ds_muon.orthogonalize import (
     orthogonalize_batch,
     reference_newton_schulz,
 )
+from ds_muon.say import tell
 from ds_muon.text import columns, json_text
 
 GPU_SHAPES = (
@@ -244,28 +246,29 @@ def run(
     """Measure, print each row as it is done, and write the files that were asked for. Returns the exit code."""
     names = [*(f"ds_muon {backend}" for backend in BACKENDS), "torch, one by one", *PEERS]
     if only is not None and not any(part in name for part in only for name in names):
-        print(f"ds-muon: --candidates {' '.join(only)}: no part of any of {names}", file=sys.stderr)
+        tell(f"ds-muon: --candidates {' '.join(only)}: no part of any of {names}", to=sys.stderr)
         return 2
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     side, kind = YARDSTICK[device.type]
-    print(f"{name}, torch {torch.__version__}; ours in {dtype}; medians of {rounds} rounds")
-    print(f'"x floor": time over that of the operations left to do, at the rate of a {side}^3 {kind} matmul\n')
+    tell(f"{name}, torch {torch.__version__}; ours in {dtype}; medians of {rounds} rounds")
+    tell(f'"x floor": time over that of the operations left to do, at the rate of a {side}^3 {kind} matmul\n')
     done = []
     for row in measure(shapes or (GPU_SHAPES if device.type == "cuda" else CPU_SHAPES), device, dtype, rounds, only):
         done.append(row)
-        print("\n".join(_lines(row)), flush=True)
+        tell("\n".join(_lines(row)))
+    kept = []
     if json_file is not None:
         settings = {"device": name, "torch": torch.__version__, "dtype": dtype, "rounds": rounds}
-        json_file.write_text(json_text({**settings, "rows": [_as_json(row) for row in done]}, indent=1) + "\n")
-        print(f"numbers: {json_file}")
+        text = json_text({**settings, "rows": [_as_json(row) for row in done]}, indent=1) + "\n"
+        kept.append(keep("numbers", json_file, lambda: write_text(json_file, text)))
     if chart is not None:
         series = {t.name: [_over_floor(row, t.name) for row in done] for t in done[0].timings}
         titles = [row.title for row in done]
-        draw_bars(chart, f"Five Newton-Schulz steps, {name}, ours in {dtype}", "time over the floor", titles, series)
-        print(f"chart: {chart}")
-    return 0
+        heading = f"Five Newton-Schulz steps, {name}, ours in {dtype}"
+        kept.append(keep("chart", chart, lambda: draw_bars(chart, heading, "time over the floor", titles, series)))
+    return 0 if all(kept) else 2
 
 
 def _as_json(row: Row) -> dict[str, Any]:

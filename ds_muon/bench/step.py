@@ -36,7 +36,9 @@ from ds_muon import planner
 from ds_muon.bench.chart import draw_bars
 from ds_muon.bench.parts import PARTS
 from ds_muon.config import DSMuonConfig, DSMuonConfigError
+from ds_muon.files import keep, write_text
 from ds_muon.launch import RanksFailed, placement, run_ranks
+from ds_muon.say import tell
 from ds_muon.text import columns, json_text
 
 MODELS = {"tiny": (3, 128), **{name.removeprefix("gpt-"): size for name, size in planner.GPTS.items()}}
@@ -318,18 +320,16 @@ def run(
         )
         found = run_ranks("ds_muon.bench.step_rank", ["--task", task.to_json()], world_size, Run.read, environment)
     except (RanksFailed, DSMuonConfigError) as error:
-        print(f"ds-muon bench step: {error}", file=sys.stderr)
+        tell(f"ds-muon bench step: {error}", to=sys.stderr)
         return COULD_NOT_RUN
-    print("\n".join(_lines(task, found)), flush=True)
+    tell("\n".join(_lines(task, found)) + "\n")
+    done = [any(measured.ms is not None for measured in found.measured)]
     if json_file is not None:
-        json_file.write_text(json_text(numbers(task, found), indent=1) + "\n")
-        print(f"\nnumbers: {json_file}")
-    if any(measured.ms is not None for measured in found.measured):
-        if chart is not None:
-            _draw(chart, task, found)
-            print(f"chart: {chart}")
-        return 0
-    return COULD_NOT_RUN
+        text = json_text(numbers(task, found), indent=1) + "\n"
+        done.append(keep("numbers", json_file, lambda: write_text(json_file, text)))
+    if chart is not None and done[0]:
+        done.append(keep("chart", chart, lambda: _draw(chart, task, found)))
+    return 0 if all(done) else COULD_NOT_RUN
 
 
 def numbers(task: Task, found: Run) -> dict[str, Any]:

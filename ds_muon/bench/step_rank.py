@@ -42,6 +42,7 @@ from ds_muon.bench.step import (
     Wire,
 )
 from ds_muon.exchange import element_bytes
+from ds_muon.files import write_text
 from ds_muon.launch import finish, say_progress, say_why
 from ds_muon.verify.gpt import GPT, GPTConfig
 from ds_muon.verify.subject import draw_windows, standard_library
@@ -373,9 +374,7 @@ def main() -> NoReturn:
         deepspeed.init_distributed()
         found = measure(options.task, torch.device(get_accelerator().current_device_name()))
         if dist.get_rank() == 0:
-            unfinished = options.json.with_suffix(".unfinished")
-            unfinished.write_text(found.to_json())
-            unfinished.replace(options.json)
+            write_text(options.json, found.to_json())
         # The launcher ends everything when the first rank ends with another code than 0.
         dist.barrier()
     except BaseException as error:

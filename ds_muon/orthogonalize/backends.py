@@ -14,8 +14,7 @@ from torch import Tensor
 from ds_muon.extras import OLDEST_TRITON, how_to_install
 from ds_muon.orthogonalize.newton_schulz import Backend, Iteration, Operations, gram, passes, squares
 from ds_muon.orthogonalize.torch_backend import TorchOperations, exact_products
-
-_LOGGER = logging.getLogger(__name__)
+from ds_muon.say import log
 
 
 @cache
@@ -159,4 +158,4 @@ def release() -> None:
 
 @cache
 def _log_once(level: int, message: str) -> None:
-    _LOGGER.log(level, message)
+    log(message, level, logger=__name__)

@@ -12,7 +12,6 @@ pool, which everybody shares: what is launched there meanwhile can end up in the
 from __future__ import annotations
 
 import gc
-import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,7 +21,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-_LOGGER = logging.getLogger(__name__)
+from ds_muon.say import log
 
 # Kinds of batches and addresses that get a graph; and that are remembered.
 _MOST_GRAPHS = 64
@@ -103,7 +102,7 @@ class GraphCache:
             # The first time, too, it may want memory of the device.
             graph.replay(source)
         except RuntimeError as error:  # a fault of the work shows without a graph, too
-            _LOGGER.warning("from now on Newton-Schulz captures no CUDA graphs: %s", error)
+            log(f"from now on Newton-Schulz captures no CUDA graphs: {error}", logger=__name__)
             self._captures = False  # the next one would most likely fail as well, and costs time
             _capture_something(source, memory)
             return None

@@ -6,7 +6,6 @@ name does it in one launch, with the same bits (but for the last ones of ``sum_o
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import cache, wraps
 from types import ModuleType
@@ -17,8 +16,7 @@ from torch import Tensor
 
 from ds_muon.passes import torch_passes
 from ds_muon.passes.segments import Segments, Where
-
-_LOGGER = logging.getLogger(__name__)
+from ds_muon.say import log
 
 __all__ = ["Segments", "Where", "advance_momentum_", "apply_update_", "store_updates", "sum_of_squares"]
 
@@ -38,7 +36,7 @@ def _kernels(device: torch.device) -> ModuleType | None:
     try:
         from ds_muon.passes import triton_passes
     except Exception as error:  # no Triton, or one that cannot take the kernels
-        _LOGGER.warning("the passes of a step run on torch's operations, several for each: %s", error)
+        log(f"the passes of a step run on torch's operations, several for each: {error}", logger=__name__)
         return None
     return triton_passes
 
@@ -62,7 +60,7 @@ def _fused(in_torch: Callable[Concatenate[Tensor, P], T]) -> Callable[Concatenat
             if first.is_cuda and torch.cuda.is_current_stream_capturing():  # the kernel is not at fault
                 return done
             _FAILED.add(name)
-            _LOGGER.warning("%s runs on torch's operations, for its kernel cannot be used: %s", name, error)
+            log(f"{name} runs on torch's operations, for its kernel cannot be used: {error}", logger=__name__)
         return done
 
     return run

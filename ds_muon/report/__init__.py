@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from ds_muon.extras import how_to_install
+from ds_muon.files import write_text
 from ds_muon.report.page import html_page
 from ds_muon.report.picture import figure_of, svg_of, write_png
 from ds_muon.report.rows import rows_of, selected_rows
+from ds_muon.say import printable
 from ds_muon.verify.record import VerifyResult
 
-__all__ = ["write_report"]
+__all__ = ["FILES", "write_report"]
 
+FILES = ("updates.png", "updates.svg", "index.html")
 ROWS_IN_PNG = 60
 
 
@@ -26,6 +30,7 @@ def write_report(result: VerifyResult, folder: Path) -> tuple[Path, Path, Path]:
     Raises:
         ImportError: matplotlib or jinja2 is missing.
     """
+    result = replace(result, records=tuple(replace(record, name=printable(record.name)) for record in result.records))
     rows = rows_of(result)
     selected = selected_rows(rows, ROWS_IN_PNG)
     try:
@@ -34,9 +39,8 @@ def write_report(result: VerifyResult, folder: Path) -> tuple[Path, Path, Path]:
         page = html_page(result, rows, svg)
     except ImportError as error:
         raise ImportError(f"the report needs matplotlib and jinja2: {how_to_install('plot')}") from error
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = folder / "updates.png", folder / "updates.svg", folder / "index.html"
+    paths = folder / FILES[0], folder / FILES[1], folder / FILES[2]
     write_png(figure if selected == rows else figure_of(result, rows, selected), paths[0])
-    paths[1].write_text(svg, encoding="utf-8")
-    paths[2].write_text(page, encoding="utf-8")
+    write_text(paths[1], svg)
+    write_text(paths[2], page)
     return paths

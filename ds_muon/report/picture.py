@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ds_muon.files import writing
 from ds_muon.report.rows import Row, facts_of, half_name, shape_text, verdict_of
 from ds_muon.text import count, number
 from ds_muon.verify.record import Comparison, UpdateRecord, VerifyResult
@@ -105,8 +106,8 @@ def figure_of(result: VerifyResult, rows: Sequence[Row], shown: Sequence[Row]) -
 
 
 def write_png(figure: Any, path: Path) -> None:
-    with _style():
-        figure.savefig(path, format="png", dpi=min(_DPI, _MOST_PIXELS / figure.get_figheight()))
+    with _style(), writing(path) as file:
+        figure.savefig(file, format="png", dpi=min(_DPI, _MOST_PIXELS / figure.get_figheight()))
 
 
 def svg_of(figure: Any) -> str:

@@ -16,9 +16,10 @@ import deepspeed
 import torch.distributed as dist
 
 from ds_muon import DSMuonConfigError, DSMuonRefusal, RoutingError
-from ds_muon.cli import VERIFY, VERIFY_MODEL, add_verify_options, check_verify_options, present
+from ds_muon.cli import VERIFY, VERIFY_MODEL, add_verify_options, check_outputs, check_verify_options, present
 from ds_muon.extras import how_to_install
 from ds_muon.launch import OF_MPI, finish, say_why
+from ds_muon.say import tell
 from ds_muon.verify.engine_view import CannotVerify
 from ds_muon.verify.outcome import COULD_NOT_RUN, exit_code
 from ds_muon.verify.session import run
@@ -39,7 +40,7 @@ def main() -> NoReturn:
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher's
     options = parser.parse_args()
     if problem := missing_launcher(os.environ):
-        print(f"python -m ds_muon.verify: {problem}", file=sys.stderr)
+        tell(f"python -m ds_muon.verify: {problem}", to=sys.stderr)
         sys.exit(COULD_NOT_RUN)
     try:
         code = _run_rank(options)
@@ -69,6 +70,8 @@ def _run_rank(options: argparse.Namespace) -> int:
         raise CannotVerify(
             f"--world-size is {options.world_size}, but {dist.get_world_size()} ranks were started: leave it out"
         )
+    if dist.get_rank() == 0:  # the others would find its attempts
+        check_outputs(options)
     outcomes = run(task)
     if dist.get_rank() == 0:
         present(outcomes, options)

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from deepspeed.utils import logger
 from torch import nn
 
+from ds_muon.say import log, say
 from ds_muon.verify.check import StepComparison
 from ds_muon.verify.record import UpdateRecord
 
@@ -71,7 +71,7 @@ class TrainingCheck:
         try:
             records = comparison.after_step()
         except Exception as error:
-            logger.warning(f"[ds_muon] step {self._steps}: the check of an update failed: {error!r}")
+            log(f"step {self._steps}: the check of an update failed: {error!r}")
         for record in records:
             self.last = record
             self._log(record)
@@ -79,11 +79,11 @@ class TrainingCheck:
     def _log(self, record: UpdateRecord) -> None:
         update, same = record.against_fp64, record.against_same_dtype
         text = (
-            f"[ds_muon] step {self._steps}: update of {record.name} on rank {record.owner}: relative error "
+            f"step {self._steps}: update of {record.name} on rank {record.owner}: relative error "
             f"{update.error:.1e} against fp64 (tolerance {update.tolerance:.1e}), {same.error:.1e} against the same "
             f"dtype ({same.tolerance:.1e})"
         )
         if record.ok:
-            print(text, flush=True)  # DeepSpeed's logger shows nothing below a warning unless it is told to
+            say(text, every_rank=True)  # DeepSpeed's logger shows nothing below a warning unless it is told to
         else:
-            logger.warning(f"{text}. WRONG: {record.diagnosis}. Run ds-muon verify with this config")
+            log(f"{text}. WRONG: {record.diagnosis}. Run ds-muon verify with this config")

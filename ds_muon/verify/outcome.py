@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from ds_muon.files import write_text
 from ds_muon.text import json_text
 from ds_muon.verify.inject import found
 from ds_muon.verify.record import VerifyResult
@@ -41,12 +41,9 @@ def exit_code(outcomes: Sequence[Outcome]) -> int:
 
 
 def save(outcomes: Sequence[Outcome], path: Path, *, as_list: bool) -> None:
-    """Write them as a JSON list, or the only one as an object; the file appears whole or not at all."""
+    """Write them as a JSON list, or the only one as an object; see ``files.writing``."""
     data = [{**_verdict(outcome), **vars(outcome)} for outcome in outcomes]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(json_text(data if as_list else data[0], indent=1) + "\n")
-    unfinished.replace(path)
+    write_text(path, json_text(data if as_list else data[0], indent=1) + "\n")
 
 
 def load(path: Path) -> list[Outcome]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from ds_muon.say import printable
 from ds_muon.text import columns, count, number
 from ds_muon.verify.inject import FAULTS
 from ds_muon.verify.outcome import NotShown, Outcome, is_found
@@ -64,14 +65,14 @@ def verdict(result: VerifyResult) -> str:
         straddling = sum(record.straddles and record.half == "muon" for record in worst)
         return (
             f"RIGHT: {count(result.steps, 'step')} of {count(len(worst), 'parameter')} on {_ranks(result)}; "
-            f"largest error of a Muon update {_of(largest.against_fp64)} on {largest.name}, "
+            f"largest error of a Muon update {_of(largest.against_fp64)} on {printable(largest.name)}, "
             f"{number(same_dtype)} beside the same dtype; "
             f"{count(straddling, 'matrix', 'matrices')} straddle{'s' if straddling == 1 else ''}{skipped}"
         )
     wrong: dict[str, list[str]] = {}
     for record in worst:
         if not record.ok:
-            wrong.setdefault(str(record.diagnosis).partition(":")[0], []).append(record.name)
+            wrong.setdefault(str(record.diagnosis).partition(":")[0], []).append(printable(record.name))
     most_first = sorted(wrong.items(), key=lambda item: -len(item[1]))
     faults = "; ".join(f"{fault} ({_names(names)})" for fault, names in most_first)
     of_all = f"{sum(map(len, wrong.values()))} of {count(len(worst), 'parameter')}"
@@ -84,11 +85,12 @@ def fault_verdict(result: VerifyResult) -> str:
     record = _evidence(result)
     title = f"{result.fault} ({FAULTS[result.fault].summary})"
     if record.ok:
-        return f"MISSED: {title}: no error is out of tolerance; largest {_of(record.against_fp64)} on {record.name}"
+        largest = f"{_of(record.against_fp64)} on {printable(record.name)}"
+        return f"MISSED: {title}: no error is out of tolerance; largest {largest}"
     of, error, tolerance, times = _sizes(record)
     size = f"error of the {of} {error}, {times} times the tolerance {tolerance}, " if error else ""
     word = "FOUND" if is_found(result) else "NOT NAMED"
-    return f"{word}: {title}: {size}on {record.name}; diagnosis: {record.diagnosis}"
+    return f"{word}: {title}: {size}on {printable(record.name)}; diagnosis: {record.diagnosis}"
 
 
 def fault_table(outcomes: Sequence[Outcome]) -> str:
@@ -99,7 +101,7 @@ def fault_table(outcomes: Sequence[Outcome]) -> str:
             rows.append([outcome.fault, "", "", "", "", "-", f"not shown here: {outcome.not_shown}"])
             continue
         record = _evidence(outcome)
-        diagnosis = f"{record.diagnosis or 'none'} [{record.name}]"
+        diagnosis = f"{record.diagnosis or 'none'} [{printable(record.name)}]"
         rows.append([outcome.fault or "", *_sizes(record), "yes" if is_found(outcome) else "NO", diagnosis])
     return "\n".join(columns(rows, "< < > > > > <"))
 
@@ -123,7 +125,7 @@ def faults_verdict(outcomes: Sequence[Outcome]) -> str:
 def _cells(record: UpdateRecord) -> list[str]:
     optional = ("-" if c is None else number(c.error) for c in (record.gradient, record.state))
     return [
-        record.name,
+        printable(record.name),
         "x".join(map(str, record.shape)) or "scalar",
         record.half,
         ",".join(map(str, record.holders)),

@@ -188,6 +188,7 @@ def files(tmp_path: Path) -> Path:
         ("--json", ".", "Is a directory"),
         ("--json", "file/n.json", "cannot be written"),
         ("--json", "loop", "symbolic links"),
+        ("--json", "n" * 256, "File name too long"),
         ("--chart", "loop/c.png", "cannot be written"),
         ("--chart", "c.mp4", "must end in one of"),
         ("--chart", "c", "must end in one of"),

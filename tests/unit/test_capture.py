@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -101,7 +102,7 @@ def test_no_room_for_copies_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_pa
     capture = NanCapture(rank=0)
     capture.start_step(1, MAY_MOVE)
     matrix = mock.Mock(clone=mock.Mock(side_effect=torch.OutOfMemoryError("no room")))
-    with mock.patch("ds_muon.capture.logger.warning") as warning:
+    with mock.patch("ds_muon.capture.log") as warning:
         assert capture.keep([matrix]) == []
     assert "could not copy" in warning.call_args.args[0] and not capture.stops_training
 
@@ -122,13 +123,13 @@ def test_off_it_copies_and_writes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_a_rank_leaves_ten_files_or_as_many_as_it_is_told_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with mock.patch("ds_muon.capture.logger.warning"):
+    with mock.patch("ds_muon.capture.log"):
         for _ in range(12):
             capture_one(monkeypatch, tmp_path)
         assert len(list(tmp_path.iterdir())) == 10
         capture_one(monkeypatch, tmp_path, DS_MUON_NAN_CAPTURE_MAX="11")
         assert len(list(tmp_path.iterdir())) == 11
-    with mock.patch("ds_muon.capture.logger.warning") as warning:
+    with mock.patch("ds_muon.capture.log") as warning:
         capture = capture_one(monkeypatch, tmp_path, DS_MUON_NAN_CAPTURE_MAX="11")
     assert capture.stops_training  # there is evidence of its like
     ((text,),) = [call.args for call in warning.call_args_list]
@@ -142,7 +143,7 @@ def test_what_cannot_be_saved_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_
         folder.write_text("")
     else:
         monkeypatch.setattr("ds_muon.capture.torch.save", mock.Mock(side_effect=RuntimeError("no space left")))
-    with mock.patch("ds_muon.capture.logger.warning") as warning:
+    with mock.patch("ds_muon.capture.log") as warning:
         capture = capture_one(monkeypatch, folder)
     assert capture.saved == [] and not capture.stops_training
     ((text,),) = [call.args for call in warning.call_args_list]
@@ -151,7 +152,7 @@ def test_what_cannot_be_saved_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_a_limit_that_is_no_number_is_warned_of_and_ten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with mock.patch("ds_muon.capture.logger.warning") as warning:
+    with mock.patch("ds_muon.capture.log") as warning:
         assert len(capture_one(monkeypatch, tmp_path, DS_MUON_NAN_CAPTURE_MAX="many").saved) == 1
     assert 'DS_MUON_NAN_CAPTURE_MAX="many" is not a number; 10 files are saved' in warning.call_args_list[0].args[0]
 
@@ -169,7 +170,7 @@ def test_a_problem_is_warned_of_once(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         monkeypatch.setenv(key, value)
     (tmp_path / "file").write_text("")
     capture = NanCapture(rank=0)
-    with mock.patch("ds_muon.capture.logger.warning") as warning:
+    with mock.patch("ds_muon.capture.log") as warning:
         for step in range(3):
             capture.start_step(step, MAY_MOVE)
             capture.save_nonfinite(["a"], capture.keep(list(matrices())), with_nan(matrices()), SETTINGS)
@@ -221,6 +222,8 @@ def test_a_damaged_or_foreign_file_is_a_clear_error(tmp_path: Path, content: Any
         {"triples": [[1.5, float("nan"), 0.0]]},
         {"triples": [[1e39, -4.0, 2.0]]},
         {"rank": float("inf")},
+        {"batch": 300_000_000},
+        {"triples": [[1.5, -0.5, 0.0]] * 101},
     ],
 )
 def test_a_file_with_one_wrong_part_is_a_clear_error(
@@ -238,7 +241,7 @@ def test_a_file_with_one_wrong_part_is_a_clear_error(
 def test_a_switch_that_is_neither_on_nor_off_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_MUON_NAN_CAPTURE", "true")
     capture = NanCapture(rank=0)
-    with mock.patch("ds_muon.capture.logger.warning") as warning:
+    with mock.patch("ds_muon.capture.log") as warning:
         capture.start_step(1, MAY_MOVE)
         capture.start_step(2, MAY_MOVE)
     assert not capture.is_on and warning.call_count == 1
@@ -363,6 +366,25 @@ def test_without_the_guard_all_ranks_stop_together_in_the_next_step(tmp_path: Pa
 def test_without_the_guard_a_run_goes_on_if_told_to(tmp_path: Path) -> None:
     env = environment(tmp_path, DS_MUON_NAN_CAPTURE_RAISE="0")
     assert run_ranks(2, steps_after_a_capture, ds_config(), env, timeout=60.0) == [[None, None, None]] * 2
+
+
+@pytest.mark.ranks
+def test_a_command_to_paste_works_from_any_folder_and_with_any_name(tmp_path: Path) -> None:
+    folder = tmp_path / "my captures; rm x"
+    env = environment(folder)
+    ranks = run_ranks(2, captured_step, ds_config({"nan_guard": "raise"}), env)
+    (path,) = folder.iterdir()
+    assert all(f"ds-muon replay {shlex.quote(str(path))}" in found["raised"] for found in ranks)
+
+
+def test_the_warning_of_a_rank_names_the_file_as_a_shell_takes_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with mock.patch("ds_muon.capture.log") as warning:
+        (path,) = capture_one(monkeypatch, Path("my captures")).saved
+    assert path.is_absolute() and path.exists()
+    assert warning.call_args.args[0].endswith(f"ds-muon replay '{path}'")
 
 
 @pytest.mark.ranks

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import io
 import logging
-from contextlib import nullcontext
+import sys
+from contextlib import nullcontext, suppress
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -560,6 +563,55 @@ def train_on_frozen(config: dict[str, Any]) -> int:
 @ranks
 def test_verify_every_goes_on_when_matrices_are_frozen() -> None:
     assert run_ranks(2, train_on_frozen, ds_config({"verify_every": 1})) == [4, 4]
+
+
+class Umlaut(PrescribedGradients):
+    """Its matrix has a name that not every stream can take, and that would begin a line."""
+
+    def __init__(self) -> None:
+        super().__init__([(16, 16), (5,)])
+        self.register_parameter("gr\u00f6\u00dfe\n[ds_muon] fake", self.p0)
+        del self.p0
+
+
+def train_into(config: dict[str, Any], kind: str) -> tuple[int, int, str]:
+    """Steps made and skipped while stdout, stderr and the log are full, closed or ASCII; and what they took."""
+    engine = start(Umlaut(), config)
+    gradients = [torch.ones(5, device=engine.device), torch.eye(16, device=engine.device)]
+    taken = io.BytesIO()
+    with open("/dev/full", "w") as full, io.TextIOWrapper(taken, "ascii") as ascii_only:
+        stream = ascii_only if kind == "ascii" else full
+        if kind == "closed":
+            stream.close()
+        with (
+            mock.patch.object(sys, "stdout", stream),
+            mock.patch.object(sys, "stderr", stream),
+            mock.patch.object(logging.getLogger("DeepSpeed"), "handlers", [logging.StreamHandler(stream)]),
+        ):
+            for _ in range(3):
+                train_step(engine, gradients)
+            engine.destroy()
+        text = taken.getvalue().decode()
+        with suppress(OSError):
+            full.close()  # what a log's handler has left in its buffer
+    return int(engine.global_steps), int(engine.skipped_steps), text
+
+
+@ranks
+@pytest.mark.parametrize("kind", ["full", "closed"])
+def test_a_run_goes_on_whatever_becomes_of_what_it_says(kind: str) -> None:
+    ranks = run_ranks(2, train_into, ds_config({"verify_every": 1}), kind, timeout=60.0)
+    assert [found[:2] for found in ranks] == [(3, 0)] * 2
+    ranks = run_ranks(2, train_into, ds_config({"grad_norm_skip_threshold": 1e-9}), kind, timeout=60.0)
+    assert [found[:2] for found in ranks] == [(3, 3)] * 2
+
+
+@ranks
+def test_a_name_is_escaped_for_a_stream_that_lacks_its_letters_and_begins_no_line() -> None:
+    ranks = run_ranks(2, train_into, ds_config({"verify_every": 1}), "ascii", timeout=60.0)
+    lines = "".join(text for _, _, text in ranks).splitlines()
+    name = r"gr\xf6\xdfe\n[ds_muon] fake"
+    assert len(lines) == 3 and all(f": update of {name} on rank " in line for line in lines)
 
 
 def check_after_overflow(config: dict[str, Any]) -> list[str | None]:

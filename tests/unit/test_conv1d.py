@@ -62,7 +62,7 @@ def train(config: dict[str, Any]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_conv1d_moves_as_the_linear_layer_that_does_the_same(world_size: int, variant: str) -> None:
     """Under "original", in batches of whole and straddling matrices, among which both kinds have one shape."""
-    config = ds_config({"variant": variant, "weight_decay": 0.1})
+    config = ds_config({"variant": variant, "weight_decay": 0.1, "ns_dtype": "float32"})
     before = {name: p.detach() for name, p in Both().named_parameters()}
     weights = run_ranks(world_size, train, config)[0]
     for index in range(len(SIDES)):

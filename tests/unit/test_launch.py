@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from pathlib import Path
 from typing import BinaryIO
 
@@ -10,6 +12,7 @@ import pytest
 
 from ds_muon import launch
 from ds_muon.launch import END_OF_FAILURE, FAILED, PROGRESS, RanksFailed, describe_failure, placement, run_ranks
+from tests.unit.processes import marked, processes_with, within
 
 
 def test_ranks_share_the_cores_of_a_cpu() -> None:
@@ -70,6 +73,49 @@ def test_a_rank_that_a_signal_ended_is_told_of(tmp_path: Path) -> None:
     assert describe_failure(log).splitlines()[1:] == ["a rank was ended by SIGSEGV"]
 
 
+@pytest.mark.parametrize("number", [signal.SIGRTMIN + 3, 99])
+def test_a_signal_without_a_name_is_told_by_its_number(number: int) -> None:
+    assert describe_failure(f"[...] exits with return code = -{number}\n").endswith(f"ended by signal {number}")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_what_was_launched_ends_with_the_process_that_launched_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signum: signal.Signals
+) -> None:
+    """With its buffers in shared memory and its folder; also where SIGTERM alone would not end it."""
+    lines = ["import os, signal, time", "signal.signal(signal.SIGTERM, signal.SIG_IGN)", "os.fork()", "time.sleep(60)"]
+    monkeypatch.setattr(launch, "_LAUNCHER", (sys.executable, "-c", "\n".join(lines)))
+    monkeypatch.setattr(launch, "_PATIENCE_SECONDS", 0.5)
+    port = launch._free_port()
+    monkeypatch.setattr(launch, "_free_port", lambda: port)
+    folder, mark = tmp_path / "run", str(tmp_path)
+    folder.mkdir()
+    buffer = Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_test_{port}_0")
+    buffer.touch()
+    child = os.fork()
+    if child == 0:
+        try:
+            launch._launch([], marked(os.environ, mark), folder / "ranks.log")
+        finally:
+            os._exit(1)
+    try:
+        assert within(20, lambda: len(processes_with(mark)) == 3)  # the leash, and what it holds
+        os.kill(child, signum)
+        os.waitpid(child, 0)
+        assert within(20, lambda: processes_with(mark) == [])
+        assert not buffer.exists() and folder.exists() == (signum == signal.SIGTERM)
+    finally:
+        buffer.unlink(missing_ok=True)
+        for process in processes_with(mark):
+            os.kill(process, signal.SIGKILL)
+
+
+def test_what_was_launched_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_LAUNCHER", (sys.executable, "-c", "print('done')"))
+    launch._launch([], dict(os.environ), tmp_path / "ranks.log")
+    assert (tmp_path / "ranks.log").read_text() == "done\n"
+
+
 def test_progress_is_shown_once_and_only_in_whole_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "log"
     with log.open("wb", buffering=0) as written, log.open("rb") as read:
@@ -79,8 +125,9 @@ def test_progress_is_shown_once_and_only_in_whole_lines(tmp_path: Path, capsys: 
             ("wo\nnoise\n", "two ...\n"),
             ("", ""),
             (f"not at the start {PROGRESS}three\n", ""),
+            (f"{PROGRESS}\udcff\x1b[2J\n", "\ufffd\\x1b[2J ...\n"),
         ):
-            written.write(text.encode())
+            written.write(text.encode(errors="surrogateescape"))
             launch._show_progress(read)
             assert capsys.readouterr().err == shown
 

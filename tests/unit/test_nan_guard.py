@@ -48,7 +48,7 @@ def bad_second_step(config: dict[str, Any], shape: tuple[int, int]) -> dict[str,
         train_step(engine, exact_gradients(SHAPES, 0, engine.device))
         before, state = full_weights(engine), state_of(engine)
         rates, scale = engine.get_lr(), engine.optimizer.loss_scale
-        with sick(shape), mock.patch("ds_muon.guard.logger.warning") as warning:
+        with sick(shape), mock.patch("ds_muon.guard.log") as warning:
             try:
                 train_step(engine, exact_gradients(SHAPES, 1, engine.device))
             except NonFiniteUpdate as error:
@@ -245,7 +245,7 @@ def spoiled_momentum(config: dict[str, Any]) -> list[str]:
     engine = engine_of(config)
     train_step(engine, exact_gradients(SHAPES, 0, engine.device))
     engine.optimizer.optimizer.momentum_buffer(0)[0] = torch.inf
-    with mock.patch("ds_muon.guard.logger.warning") as warning:
+    with mock.patch("ds_muon.guard.log") as warning:
         train_step(engine, exact_gradients(SHAPES, 1, engine.device))
     assert engine.skipped_steps == 1
     return [call.args[0] for call in warning.call_args_list]
@@ -261,7 +261,7 @@ def test_a_momentum_that_is_not_finite_is_not_blamed_on_newton_schulz() -> None:
 
 def sick_for(config: dict[str, Any], steps: int) -> list[str]:
     engine = engine_of(config)
-    with faulty_backend(engine), sick(WHOLE), mock.patch("ds_muon.guard.logger.warning") as warning:
+    with faulty_backend(engine), sick(WHOLE), mock.patch("ds_muon.guard.log") as warning:
         for step in range(steps):
             train_step(engine, exact_gradients(SHAPES, step, engine.device))
         engine.destroy()
@@ -274,14 +274,14 @@ def test_repeated_skips_are_warned_of_ever_less_often_and_counted_at_the_end() -
     assert second == []
     *warnings, last = first
     assert [text.rsplit(" ", 1)[1] for text in warnings] == ["1)", "2)", "4)", "8)"]
-    assert last == "[ds_muon] steps skipped in all for non-finite updates: 9"
+    assert last == "steps skipped in all for non-finite updates: 9"
 
 
 def nan_gradients(config: dict[str, Any], steps: int) -> tuple[list[str], int]:
     engine = engine_of(config)
     gradients = exact_gradients(SHAPES, 0, engine.device)
     gradients[4][0, 0] = torch.inf
-    with mock.patch("ds_muon.guard.logger.warning") as warning:
+    with mock.patch("ds_muon.guard.log") as warning:
         for _ in range(steps):
             train_step(engine, gradients)
     return [call.args[0] for call in warning.call_args_list], engine.skipped_steps
@@ -296,7 +296,7 @@ def test_non_finite_gradients_are_warned_of_by_param_group_unless_a_loss_scaler_
 
 
 def test_a_count_of_zero_is_not_mentioned(monkeypatch: pytest.MonkeyPatch) -> None:
-    with mock.patch("ds_muon.guard.logger.warning") as warning:
+    with mock.patch("ds_muon.guard.log") as warning:
         skipped = SkippedSteps("spikes")
         skipped.close()
     warning.assert_not_called()

@@ -229,6 +229,14 @@ def test_the_same_numbers_make_the_same_picture(tmp_path: Path) -> None:
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
+def test_what_could_not_be_written_is_told_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    full = OSError(28, "No space left on device")
+    with mock.patch("ds_muon.files.writing", side_effect=full):
+        assert cli.main(["plan", "gpt-124m", "--world-size", "3", "--json", "numbers.json"]) == 2
+    out, error = capsys.readouterr()
+    assert "gpt-124m: " in out and "numbers: numbers.json could not be written: [Errno 28]" in error
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ds_muon import cli
 from ds_muon.capture import Capture, NanCapture
-from ds_muon.orthogonalize import BACKENDS, COEFFICIENTS, NewtonSchulz, Triple
+from ds_muon.orthogonalize import BACKENDS, COEFFICIENTS, NewtonSchulz, Triple, orthogonalize
 from ds_muon.replay import attempts, orthogonality_error
 from tests.unit.faulty import Faulty, sick
 from tests.unit.test_newton_schulz import cut_into, dominated, gaussian, log_uniform
@@ -118,10 +118,20 @@ class BadInABatch(Faulty):
 
 def test_a_fault_that_needs_a_batch_is_reproduced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BACKENDS, "batch", BadInABatch)
-    monkeypatch.setattr("ds_muon.orthogonalize.batches", cut_into(8))
+    for user in ("orthogonalize", "replay"):
+        monkeypatch.setattr(f"ds_muon.{user}.batches", cut_into(8))
     settings = NewtonSchulz.resolve(CPU, ns_backend="batch")
     (*others, last) = attempts(capture_of(gaussian(20, 40), settings), CPU)
     assert last.result == "not finite" and all(attempt.ok for attempt in others)
+
+
+def test_more_copies_than_a_device_takes_at_once_are_not_run() -> None:
+    """On a CPU a matrix is a batch of its own: a thousand of them would take a thousand times as long."""
+    settings = NewtonSchulz.resolve(CPU)
+    capture = replace(capture_of(gaussian(20, 40), settings), batch=1000)
+    with mock.patch("ds_muon.replay.orthogonalize", wraps=orthogonalize) as ran:
+        found = list(attempts(capture, CPU))
+    assert found[-1].ok and {len(call.args[0]) for call in ran.call_args_list} == {1}
 
 
 def test_orthogonality_error_is_zero_for_orthogonal_rows_or_columns() -> None:
@@ -177,6 +187,20 @@ def test_an_input_that_is_not_finite_and_coefficients_that_diverge_are_told_apar
     large = NewtonSchulz.resolve(CPU, ns_coefficients=[[4.0, 3.0, 2.0]], ns_steps=3, ns_dtype="float16")
     assert cli.main(["replay", str(saved(tmp_path, monkeypatch, gaussian(20, 40), large))]) == 1
     assert "leave the range of float16" in capsys.readouterr().out
+
+
+def test_what_a_file_says_of_itself_begins_no_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = saved(tmp_path, monkeypatch, gaussian(8, 8), NewtonSchulz.resolve(CPU))
+    content = torch.load(path, weights_only=True)
+    fake = "x\nAT FAULT: \x1b[2J"
+    content |= {"name": fake, "device": fake, "versions": {fake: fake}}
+    content["settings"]["backend"] = fake
+    torch.save(content, path)
+    assert cli.main(["replay", str(path)]) == 2
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and not any(line.startswith("AT FAULT") for line in out.splitlines())
 
 
 def test_a_file_that_cannot_be_read_is_told_and_the_others_are_replayed(

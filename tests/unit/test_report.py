@@ -25,6 +25,7 @@ pytest.importorskip("matplotlib")
 nan, inf = math.nan, math.inf
 TIMES = "\N{MULTIPLICATION SIGN}"
 ODD = r'a$\frac$b<i>&"#ffffff".weight'
+CUT, SHOWN = "cut\n\x1b\udcff.weight", r"cut\n\x1b\udcff.weight"
 
 
 def sample(
@@ -111,8 +112,8 @@ def boxes(drawn: Any, group: int = 0) -> list[tuple[float, float, str]]:
 
 @pytest.fixture(scope="module")
 def wrong() -> VerifyResult:
-    """One wrong parameter of two, straddling and with a name that would be markup, a formula and a colour."""
-    result = sample((500, 900), names=[ODD, "cut.weight"], adamw=(100,), skipped_steps=3)
+    """A wrong parameter whose name would be markup, a formula and a colour; one that is cut, of no printable name."""
+    result = sample((500, 900), names=[ODD, CUT], adamw=(100,), skipped_steps=3)
     result = replace(result, device='<"cpu">', precision="<p>&", versions={"<v>": "&1", "torch": "2.9.1"})
     result = changed(result, ODD, step=2, stale_ranks=(0, 1), state=Comparison(2e-3, 1e-6), cosine=0.25)
     return changed(result, ODD, step=2, against_fp64=Comparison(0.5, 1e-5), diagnosis="no <known> fault & more")
@@ -161,7 +162,7 @@ def test_the_table_holds_every_number_worst_parameter_first(files: dict[str, str
         "stale ranks": "0, 1",
     }
     assert diagnosis == ["← no <known> fault & more"]
-    assert [row[0] for row in (first, second, third)] == [r.name for r in wrong.worst()]
+    assert [row[0] for row in (first, second, third)] == [r.name.replace(CUT, SHOWN) for r in wrong.worst()]
     assert second[3:6] == ["rank 0 200 rank 1 700", "1", "yes"]
     assert re.findall('class="off">([^<]*)<', files[".html"]) == ["5.0e-01", "2.0e-03"]
 
@@ -186,11 +187,11 @@ def test_the_page_tells_verdict_facts_versions_and_config(files: dict[str, str])
 def test_the_picture_is_text_that_can_be_found_and_tells_all_of_a_row_under_the_pointer(files: dict[str, str]) -> None:
     svg = ElementTree.fromstring(files[".svg"])
     texts = ["".join(element.itertext()) for element in svg.iter("{http://www.w3.org/2000/svg}text")]
-    assert {ODD, "cut.weight", "adamw.0.weight", "← no <known> fault & more", "owner: rank 1"} <= set(texts)
+    assert {ODD, SHOWN, "adamw.0.weight", "← no <known> fault & more", "owner: rank 1"} <= set(texts)
     titles = [element.text for element in svg.iter("{http://www.w3.org/2000/svg}title")]
     tip = "against fp64: 5.0e-01, tolerance 1.0e-05; against the same dtype: 1.0e-08, tolerance 1.0e-06"
     assert f"{ODD}: 500 elements on rank 0; {tip}; no <known> fault & more" in titles
-    assert "cut.weight: 200 elements on rank 0, 700 elements on rank 1" in titles
+    assert f"{SHOWN}: 200 elements on rank 0, 700 elements on rank 1" in titles
     assert files[".svg"].rindex("</text>") < files[".svg"].index("against fp64: 5.0e-01")  # nothing lies above it
 
 

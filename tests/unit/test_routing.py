@@ -793,3 +793,12 @@ def test_a_complex_parameter_is_refused():
     model = Holder(body=linear(), phase=nn.Parameter(torch.ones(4, 4, dtype=torch.complex64)))
     with pytest.raises(RoutingError, match=r"phase is torch.complex64"):
         route(model)
+
+
+def test_a_name_begins_no_line_in_the_table_or_an_error() -> None:
+    model = nn.ModuleDict({"a\n[ds_muon] b": nn.Linear(8, 4), "frozen\rc": nn.Linear(8, 4).requires_grad_(False)})
+    routing = route(model)
+    assert r"a\n[ds_muon] b.weight" in routing.table() and len(routing.table().splitlines()) == 5
+    assert r"frozen\rc.weight" in routing.summary()[2]
+    with pytest.raises(RoutingError, match=r"names are such as a\\n\[ds_muon\] b\.weight"):
+        route(model, muon_params=["a*x"])

@@ -1,17 +1,21 @@
-"""A line for the user reaches them where it can, and raises nowhere."""
+"""What is said reaches the user where it can, and raises nowhere."""
 
 from __future__ import annotations
 
 import io
+import logging
 import os
+import re
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
 import pytest
 
-from ds_muon.say import say
+from ds_muon import say as say_module
+from ds_muon.say import log, say, tell
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +64,9 @@ def test_a_replaced_stdout_gets_the_line(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(sys, "stdout", notebook)
     say("one")
     assert notebook.getvalue() == "[ds_muon] one\n"
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(data := io.BytesIO()))
+    say("of bytes")
+    assert data.getvalue() == b"[ds_muon] of bytes\n"
     copied: list[str] = []
     with (tmp_path / "log").open("w") as stream:
         stream.write = copied.append  # type: ignore[assignment,method-assign,arg-type]
@@ -85,3 +92,79 @@ def test_where_stdout_takes_nothing_stderr_does(
 def test_a_bad_rank_in_the_environment_does_not_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "first")
     say("hidden")
+
+
+# ---- logs -----------------------------------------------------------------------------------------------------------
+
+
+class Raising(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        raise OSError("no space left")
+
+
+def test_a_log_that_takes_nothing_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger("DeepSpeed")
+    handler = Raising()
+    logger.addHandler(handler)
+    try:
+        log("Muon")
+    finally:
+        logger.removeHandler(handler)
+    with open("/dev/null", "w") as closed:
+        closed.close()
+        monkeypatch.setattr(sys, "stderr", closed)  # where a handler says that it has failed
+        logger.addHandler(handler := logging.StreamHandler(closed))
+        try:
+            log("Muon")
+        finally:
+            logger.removeHandler(handler)
+
+
+def test_a_log_has_one_line_of_letters_that_stdout_has(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with open("/dev/null", "w", encoding="ascii") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        log("gr\u00f6\u00dfe 100 %s\n[ds_muon] b", logger="ds_muon.test")
+    (record,) = caplog.records
+    assert record.getMessage() == "[ds_muon] gr\\xf6\\xdfe 100 %s\\n[ds_muon] b"
+    assert record.levelno == logging.WARNING and record.filename == "test_say.py"
+
+
+# ---- commands -------------------------------------------------------------------------------------------------------
+
+
+def test_lines_of_a_command_are_written_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tell("a\nb") and tell("c", to=sys.stderr)
+    assert capsys.readouterr() == ("a\nb\n", "c\n")
+
+
+def test_a_command_learns_that_nobody_takes_its_lines(closed_pipe: TextIO) -> None:
+    with open("/dev/full", "w") as full:  # closing it raises if a line has stayed in its buffer
+        assert not tell("Muon", to=full)
+    assert not tell("Muon", to=closed_pipe)
+
+
+def test_a_long_text_goes_through_a_pipe_whole() -> None:
+    reading, writing = os.pipe()
+    text = "\u00fc" * 200_000
+    with os.fdopen(writing, "w", encoding="utf-8") as stream, os.fdopen(reading, encoding="utf-8") as source:
+        read: list[str] = []
+        thread = threading.Thread(target=lambda: read.append(source.readline()))
+        thread.start()
+        assert tell(text, to=stream)
+        thread.join(10)
+    assert read == [f"{text}\n"]
+
+
+def test_nothing_is_said_in_another_way() -> None:
+    """A print or a log of its own may raise on one rank of many, and leave the others waiting."""
+    ways = (
+        r"(?<![\w.])print\(",
+        r"(?i:logger)\.(info|warning|error|exception|log)\(",
+        r"\bwarnings\.warn\(",
+        "log_dist",
+    )
+    other = re.compile("|".join(ways))
+    package = Path(say_module.__file__).parent
+    assert [path.name for path in package.rglob("*.py") if other.search(path.read_text())] == []

@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
@@ -21,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 import torch
@@ -39,6 +38,7 @@ from ds_muon.verify.outcome import NotShown
 from ds_muon.verify.record import Comparison, UpdateRecord, VerifyResult
 from ds_muon.verify.session import DEFAULT_CONFIG, Task, read_config
 from ds_muon.verify.session import run as run_task
+from tests.unit.processes import marked, processes_with, within
 
 ROOT = Path(__file__).parents[2]
 
@@ -317,10 +317,69 @@ def test_what_cannot_work_is_said_before_ranks_start(tmp_path: Path, capsys: pyt
         (["--config", str(tmp_path / "bad.json")], "not valid JSON"),
         (["--config", str(tmp_path / "list.json")], "must be a JSON object"),
         (["--model", "train"], "write it as module:factory"),
+        (["--json", str(tmp_path)], f"--json: {tmp_path} cannot be written: Is a directory"),
+        (["--json", str(tmp_path / ("n" * 256))], "cannot be written: File name too long"),
+        (["--json", str(tmp_path / "bad.json" / "r.json")], "cannot be written: Not a directory"),
+        (["--report", str(tmp_path / "bad.json")], "updates.png cannot be written: Not a directory"),
+        (["--report", "/proc/new", "--inject", "all"], "cannot be written: "),
     ):
         assert cli.main(["verify", *arguments]) == 2
         said = capsys.readouterr().err
         assert message in said and "starting" not in said
+
+
+@pytest.fixture
+def taking_nothing(request: pytest.FixtureRequest) -> Iterator[TextIO]:
+    """A stdout that is full, or that nobody reads."""
+    if request.param == "full":
+        with open("/dev/full", "w") as stream:
+            yield stream
+        return
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as stream:
+        yield stream
+
+
+@pytest.mark.parametrize("taking_nothing", ["full", "closed pipe"], indirect=True)
+@pytest.mark.parametrize(("error", "code", "word"), [(1e-6, 0, "RIGHT"), (0.5, 1, "WRONG")])
+def test_the_verdict_and_the_exit_code_depend_on_nothing_that_can_be_written(
+    taking_nothing: TextIO,
+    error: float,
+    code: int,
+    word: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The ranks are done; the disk is full by now, and so may stdout be."""
+    parser = argparse.ArgumentParser()
+    cli.add_verify_options(parser)
+    (tmp_path / "report").touch()
+    options = parser.parse_args(["--json", str(tmp_path), "--report", str(tmp_path / "report")])
+    found = [result(record(error=error, diagnosis="clipped update"))]
+    assert cli.present(found, options) == code
+    out, said = capsys.readouterr()
+    assert out.splitlines()[-1].startswith(word)
+    assert f"numbers: {tmp_path} could not be written" in said and "report: " in said
+    monkeypatch.setattr(sys, "stdout", taking_nothing)
+    assert cli.present(found, options) == code
+    assert capsys.readouterr().err.splitlines()[-1].startswith(word)
+
+
+def test_a_name_cannot_fake_a_line() -> None:
+    name = "w\nRIGHT: 1 step\x1b[2J"
+    shown = r"w\nRIGHT: 1 step\x1b[2J"
+    planted_fault = planted("clipped-update", record(name))
+    for text in (
+        table.parameter_table(result(record(name))),
+        table.verdict(result(record(name))),
+        table.verdict(result(wrong(name))),
+        table.fault_verdict(planted_fault),
+        table.fault_verdict(planted("clipped-update", wrong(name))),
+        table.fault_table([planted_fault]),
+    ):
+        assert shown in text and not any(line.startswith("RIGHT: 1 step\x1b") for line in text.splitlines())
 
 
 def test_blanks_for_a_trainer_are_named(tmp_path: Path) -> None:
@@ -574,25 +633,13 @@ def test_it_runs_under_mpirun(folder: Path, port: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_a_signal_ends_the_ranks_too(folder: Path) -> None:
+def test_the_ranks_end_with_a_command_that_is_killed(folder: Path) -> None:
     command = [sys.executable, "-m", "ds_muon.cli", "verify", "--steps", "1000", "--model", "mine:make"]
-    marked = {**environment(), "DS_MUON_TEST_MARK": str(folder)}
-    process = subprocess.Popen(command, cwd=folder, env=marked, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while len(processes_with(str(folder))) < 5 and time.monotonic() < deadline:  # command, 2 of the launcher, 2 ranks
-        time.sleep(0.2)
-    assert len(processes_with(str(folder))) == 5
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=30) == 128 + signal.SIGTERM
-    assert processes_with(str(folder)) == []
-
-
-def processes_with(mark: str) -> list[str]:
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if f"DS_MUON_TEST_MARK={mark}".encode() in entry.read_bytes():
-                found.append(entry.parent.name)
-        except OSError:  # it has ended, or is another user's
-            continue
-    return found
+    mark = str(folder)
+    with subprocess.Popen(
+        command, cwd=folder, env=marked(environment(), mark), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    ) as process:
+        # The command, its leash, two of the launcher, two ranks.
+        assert within(60, lambda: len(processes_with(mark)) == 6)
+        process.kill()
+    assert within(20, lambda: processes_with(mark) == [])
