@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_muon.agree import gather as gather
-from ds_muon.agree import raise_together as raise_together
+from ds_muon.agree import gather
 from ds_muon.capture import NanCapture
 from ds_muon.say import log, printable
 
@@ -91,12 +90,14 @@ class Findings:
         may_move: whether the gradients allow the step; the momentum has moved if so.
         updates: ``FINITE``, ``NOT_FINITE`` or ``CAPTURED``; the first if nobody has looked.
         stop: whether a rank asks to stop for what it captured in the step before, which ``nan_guard`` "off" applied.
+        refused: whether a rank refuses the step; nothing has moved then.
     """
 
     squares: list[float]
     may_move: bool
     updates: int
     stop: bool
+    refused: bool
 
     @property
     def gradients_are_finite(self) -> bool:
@@ -159,24 +160,25 @@ class StepGuard:
         self._threshold = threshold
         self._process_group = process_group
 
-    def measure(self, muon: Sequence[Tensor], adamw: Sequence[Tensor], stop: bool) -> Verdict:
+    def measure(self, muon: Sequence[Tensor], adamw: Sequence[Tensor], stop: bool, refuse: bool) -> Verdict:
         """Bring the sums of squares of all ranks together. A collective; the host does not wait.
 
         Args:
             muon: for each Muon group, (matrices,) fp64: this rank's part of the sum of squares of each one's gradient.
             adamw: for each AdamW group, an fp64 scalar: this rank's part of that of the whole group.
             stop: whether this rank wants to stop for what it captured in the step before.
+            refuse: whether this rank refuses the step.
         """
         asks = stop and self._nan_guard == "off"  # otherwise all ranks have stopped in that step
-        counts = [*(len(sums) for sums in muon), *(1 for _ in adamw), 1]
+        counts = [*(len(sums) for sums in muon), *(1 for _ in adamw), 1, 1]
         everything = [*muon, *(total.view(1) for total in adamw)]
-        sums = torch.cat([*everything, everything[0].new_full((1,), float(asks))])
+        sums = torch.cat([*everything, *(everything[0].new_full((1,), float(one)) for one in (asks, refuse))])
         dist.all_reduce(sums, group=self._process_group)
         by_group = torch.split(sums, counts)
-        # Of each group, and the number of ranks that ask to stop.
+        # Of each group, and the numbers of ranks that ask to stop and that refuse.
         totals = torch.stack([of_group.sum() for of_group in by_group])
-        squares = totals[:-1]
-        may_move = squares.sum().isfinite()
+        squares = totals[:-2]
+        may_move = squares.sum().isfinite() & (totals[-1] == 0)
         if self._threshold is not None:
             may_move &= squares[len(muon) :].sum().sqrt() <= self._threshold
         # With the guard on the numbers wait for its byte, and travel with it.
@@ -196,11 +198,11 @@ class StepGuard:
         """
         found = float(FINITE)
         if self._nan_guard == "off":
-            *squares, stop, may = verdict.known.wait()
+            *squares, stop, refused, may = verdict.known.wait()
         else:
             byte = agree_on_updates(updates, captured, self._process_group)
-            *squares, stop, may, found = torch.cat([verdict.known.numbers, byte.double()]).tolist()
-        return Findings(squares, bool(may), int(found), bool(stop))
+            *squares, stop, refused, may, found = torch.cat([verdict.known.numbers, byte.double()]).tolist()
+        return Findings(squares, bool(may), int(found), bool(stop), bool(refused))
 
     def explain(
         self,

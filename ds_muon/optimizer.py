@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from ds_muon.checkpoint import WEIGHTS_ONLY
 from ds_muon.config import DSMuonConfig
 from ds_muon.learning_rates import GroupRate
 from ds_muon.param_groups import GROUP_KEYS
@@ -183,8 +182,8 @@ class DSMuon(Optimizer):
         Raises:
             ValueError: the state in ``state_dict`` is another optimizer's or variant's. Nothing has been loaded then.
         """
-        if error := self.state_error(state_dict):
-            raise error
+        if difference := self.state_difference(state_dict):
+            raise ValueError(f"the state is not that of this optimizer: {difference}")
         linked = {p: dict(self.state[p]) for group in self.param_groups for p in group["params"]}
         # Where the groups come from is this run's, not that of the checkpoint.
         origins = [{key: group[key] for key in ("name", "user_group")} for group in self.param_groups]
@@ -198,19 +197,15 @@ class DSMuon(Optimizer):
         # The checkpoint may be of another device, or of a torch whose AdamW reads other keys.
         self._set_implementation()
 
-    def state_error(self, state_dict: dict[str, Any]) -> ValueError | None:
+    def state_difference(self, state_dict: dict[str, Any]) -> str | None:
         """Why ``state_dict`` does not fit this optimizer; None if it does."""
         ours = [(group, self.state[p]) for group in self.param_groups for p in group["params"]]
         try:
             state, groups = state_dict["state"], state_dict["param_groups"]
         except (KeyError, TypeError):
-            difference: str | None = "it is not the state of a torch optimizer, as elastic_checkpoint saves it"
-        else:
-            saved = [(group, state.get(key, {})) for group in groups for key in group["params"]]
-            difference = next(_differences(saved, ours), None)
-        if difference is None:
-            return None
-        return ValueError(f"the checkpoint was saved by another optimizer or variant: {difference}. {WEIGHTS_ONLY}")
+            return "it is not the state of a torch optimizer, as elastic_checkpoint saves it"
+        saved = [(group, state.get(key, {})) for group in groups for key in group["params"]]
+        return next(_differences(saved, ours), None)
 
 
 _Saved = Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]

@@ -172,18 +172,32 @@ def model_refusals(model: nn.Module, mpu: Any) -> list[str]:
     return lines
 
 
-def step_refusal(zero: Any, frozen: Sequence[tuple[str, Tensor]]) -> str | None:
-    """Why a step would go wrong for what the script has done since the last one, and what to do; None if it would not.
+def nothing_to_step_on(zero: Any) -> str | None:
+    """Why this rank cannot take part in a step at all, and what to do; None if it can.
+
+    Without gradients there is nothing that ranks could agree by. A script that leaves out the backward pass on one rank
+    alone has left the others waiting in it.
 
     Args:
         zero: the ZeRO optimizer, not modified.
-        frozen: names and parameters that had ``requires_grad = False`` when it was made.
     """
     if zero.offloaded_states:
         states = ", ".join(sorted(state.value for state in zero.offloaded_states))
         return f"engine.step() while {states} are offloaded: call engine.reload_states() first"
     if any(zero.averaged_gradients.get(i) is None for i in range(len(zero.bit16_groups))):
         return NO_GRADIENTS
+    return None
+
+
+def step_refusal(zero: Any, frozen: Sequence[tuple[str, Tensor]]) -> str | None:
+    """Why a step would go wrong for what the script has done since the last one, and what to do; None if it would not.
+
+    It may be so on one rank alone: all are told before anything moves.
+
+    Args:
+        zero: the ZeRO optimizer, not modified.
+        frozen: names and parameters that had ``requires_grad = False`` when it was made.
+    """
     if thawed := [name for name, p in frozen if p.requires_grad]:
         return (
             f"{thawed[0]} {f'and {len(thawed) - 1} more were' if thawed[1:] else 'was'} frozen at deepspeed.initialize "

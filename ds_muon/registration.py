@@ -65,6 +65,7 @@ _ZERO_METHODS = (
     "reduce_gradients",
     "finalize_gradient_accumulation_boundary",
     "get_param_id",
+    "get_gradient_for_reduction",
     "_update_scale",
     "update_lp_params",
     "state_dict",
@@ -293,6 +294,7 @@ def _configure_lr_scheduler(original: Callable[..., None], engine: Any) -> None:
     if not isinstance(optimizer, DSMuon):
         return original()
     error: Exception | None = None
+    lines: list[str] = []
     try:
         original()
         driven = getattr(engine.lr_scheduler, "optimizer", optimizer)
@@ -302,12 +304,12 @@ def _configure_lr_scheduler(original: Callable[..., None], engine: Any) -> None:
                 f"{type(driven).__name__}, would change no rate of DSMuon's; pass a function that builds one, such as "
                 "lr_scheduler=lambda optimizer: LambdaLR(optimizer, ...)"
             )
+        lines = far_off(highest_rates(engine.lr_scheduler, optimizer), optimizer.configured_rates, optimizer.config)
     except Exception as caught:  # whatever it is, no rank may be left waiting
         error = caught
     raise_together(error)
     if dist.get_rank() == 0:
-        reached = highest_rates(engine.lr_scheduler, optimizer)
-        for line in far_off(reached, optimizer.configured_rates, optimizer.config):
+        for line in lines:
             log(line)
 
 
@@ -425,7 +427,10 @@ def _unmatched_patterns(config: DSMuonConfig, model: nn.Module) -> list[RoutingE
 
 def _routes(routing: Routing) -> dict[str, str]:
     """Where every parameter goes, under all its names."""
-    return {" = ".join(r.names): f"{' x '.join(map(str, r.shape)) or 'scalar'}, to {r.half}" for r in routing.routes}
+    return {
+        " = ".join(r.names): f"{' x '.join(map(str, r.shape)) or 'scalar'}, to {r.half}, stored {r.layout}"
+        for r in routing.routes
+    }
 
 
 def _as_facts(engine: Any, groups: list[dict[str, Any]]) -> dict[str, Any]:

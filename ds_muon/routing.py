@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
-import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -142,11 +140,6 @@ class Routing:
                 f"{_some(odd)}. {_CLEAR_TAGS}"
             )
         return lines
-
-    def digest(self, extra: str = "") -> bytes:
-        """SHA-256 over names, shapes, halves, layouts and ``extra``: equal on two ranks that route equally."""
-        facts = [[route.names, route.shape, route.half, route.layout] for route in self.routes]
-        return hashlib.sha256(json.dumps([facts, extra]).encode()).digest()
 
 
 def _elements(routes: Sequence[Route]) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 from deepspeed.runtime.lr_schedules import OneCycle, WarmupLR
@@ -63,7 +64,12 @@ def dsmuon_in(optimizer: Any) -> DSMuon | None:
 def highest_rates(scheduler: Any, optimizer: DSMuon) -> list[float]:
     """The rate that each group reaches, where the schedule says so; else the configured one."""
     if isinstance(scheduler, OneCycleLR):
-        return [group["max_lr"] for group in optimizer.param_groups]
-    if isinstance(scheduler, WarmupLR | OneCycle | CyclicLR):
-        return list(scheduler.max_lrs)
-    return [group.lr for group in optimizer.configured_rates]
+        reached = [group.get("max_lr") for group in optimizer.param_groups]
+    elif isinstance(scheduler, WarmupLR | OneCycle | CyclicLR):
+        reached = list(getattr(scheduler, "max_lrs", ()))
+    else:
+        reached = []
+    configured = [group.lr for group in optimizer.configured_rates]
+    # A subclass of somebody's may keep them otherwise: what is warned about must not end a run.
+    rates = [float(rate) for rate in reached if isinstance(rate, Real)]
+    return rates if len(rates) == len(configured) else configured

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from torch import Tensor
 
-from ds_muon.agree import gather
+from ds_muon.agree import gather, raise_together
 from ds_muon.capture import NanCapture
 from ds_muon.checkpoint import LAYOUT, layout
 from ds_muon.exchange import element_bytes
@@ -30,7 +30,7 @@ from ds_muon.optimizer import LARGEST_IN_LIST, DSMuon
 from ds_muon.orthogonalize import release
 from ds_muon.partition import Plan, flat_layout, make_plan, out_and_in
 from ds_muon.passes import sum_of_squares
-from ds_muon.refusals import NO_GRADIENTS, SUPPORTED_DEEPSPEED, DSMuonRefusal, step_refusal
+from ds_muon.refusals import NO_GRADIENTS, SUPPORTED_DEEPSPEED, DSMuonRefusal, nothing_to_step_on, step_refusal
 from ds_muon.say import printable
 from ds_muon.stage import MuonGroup, in_turns
 
@@ -143,8 +143,10 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         super().finalize_gradient_accumulation_boundary()
 
     def _refuse_without_backward(self) -> None:
-        # Counted up by the hooks of the parameters, set back by the step.
-        if self.micro_step_id == deepspeed_zero.INITIAL_MICRO_STEP_ID:
+        # Counted up by the hooks of the parameters, set back by the step. At stage 1 there may be no hooks.
+        if self.micro_step_id == deepspeed_zero.INITIAL_MICRO_STEP_ID and all(
+            self.get_gradient_for_reduction(p) is None for group in self.bit16_groups for p in group
+        ):
             raise DSMuonRefusal(NO_GRADIENTS)
 
     def get_flat_partition(
@@ -223,7 +225,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
             NonFiniteUpdate: on every rank, where ``nan_guard`` is "raise" and an update is not finite, or where the
                 capture has seen one on any rank: in the same step, or, where ``nan_guard`` is "off", in the next.
         """
-        if refusal := step_refusal(self, self._frozen):
+        if refusal := nothing_to_step_on(self):
             raise DSMuonRefusal(refusal)
         with nullcontext() if self.training_check is None else self.training_check.around_step():
             self._step_all_groups()
@@ -234,11 +236,14 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         self.steps += 1
         with self._timed(deepspeed_zero.OPTIMIZER_GRADIENTS_TIMER):
             gradients = [self._take_gradient(i) for i in range(len(self.bit16_groups))]
-            verdict = self._measure(gradients)
+            refusal = step_refusal(self, self._frozen)
+            verdict = self._measure(gradients, refuse=refusal is not None)
         with self._timed(deepspeed_zero.OPTIMIZER_STEP_TIMER):
             self._stage(gradients, verdict)
             updates = gradients[: len(self.muon_groups)]
             findings = self.guard.decide(verdict, updates, self._capture.stops_training)
+            if findings.refused:
+                raise_together(None if refusal is None else DSMuonRefusal(refusal), self.dp_process_group)
             # Neither a spike nor a bad kernel says anything of the loss scale.
             self._update_scale(not findings.gradients_are_finite)
             self._global_grad_norm = self._on_device(findings.norm) if self.compute_grad_norm else None
@@ -280,13 +285,13 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         """A number that the host knows, as a 0-d fp32 tensor. Not ``torch.tensor``, which waits for the device."""
         return torch.full((), number, dtype=torch.float64, device=self.device).float()
 
-    def _measure(self, gradients: Sequence[Tensor]) -> Verdict:
+    def _measure(self, gradients: Sequence[Tensor], *, refuse: bool) -> Verdict:
         """What the gradients of all ranks say of the step; they are not modified. A collective."""
         count = len(self.muon_groups)
         of_muon = [group.squares(gradient) for group, gradient in zip(self.muon_groups, gradients[:count], strict=True)]
         of_adamw = [sum_of_squares(gradient) for gradient in gradients[count:]]
         # Asked before this step's captures replace those of the last.
-        return self.guard.measure(of_muon, of_adamw, self._capture.stops_training)
+        return self.guard.measure(of_muon, of_adamw, self._capture.stops_training, refuse)
 
     def _stage(self, gradients: Sequence[Tensor], verdict: Verdict) -> None:
         """Turn every Muon gradient, in place, into what ``DSMuon.step`` applies; AdamW's is that already."""

@@ -1,4 +1,4 @@
-"""What a script does around the engine, beside DeepSpeed's AdamW: the table of ``docs/around_the_engine.md``.
+"""What a script does around the engine, beside DeepSpeed's AdamW: the table of ``docs/around-the-engine.md``.
 
 Most of it must not change a single bit of the training. Every row runs with both optimizers, so that what is said of
 AdamW is seen, too.
@@ -320,6 +320,30 @@ def misuse(config: dict[str, Any]) -> dict[str, str]:
     return found
 
 
+def thaw_on_one_rank(config: dict[str, Any]) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
+    """What is wrong on the last rank alone stops all of them, and moves nothing; the next step is good again."""
+    model = PrescribedGradients(SHAPES)
+    model.p3.requires_grad_(False)
+    engine = start(model, config)
+    before = full_weights(engine)
+    model.p3.requires_grad_(torch.distributed.get_rank() == torch.distributed.get_world_size() - 1)
+    error = error_of(lambda: train_step(engine, gradients_of(engine, 0)))
+    assert not engine.optimizer.optimizer.momentum_buffer(0).any()
+    unmoved = full_weights(engine)
+    model.p3.requires_grad_(False)
+    model.p3.grad = None
+    train_step(engine, gradients_of(engine, 1))
+    assert all(not torch.equal(new, before[name]) for name, new in full_weights(engine).items())
+    return error, before, unmoved
+
+
+@pytest.mark.parametrize("nan_guard", ["off", "skip"])
+def test_what_one_rank_alone_refuses_stops_all_before_anything_moves(nan_guard: str) -> None:
+    for error, before, unmoved in run_ranks(2, thaw_on_one_rank, ds_config({"nan_guard": nan_guard}), timeout=60.0):
+        assert "p3 was frozen at deepspeed.initialize" in error
+        assert before.keys() == unmoved.keys() and all(torch.equal(unmoved[name], before[name]) for name in before)
+
+
 def test_misuse_is_refused_with_the_remedy_on_every_rank_and_a_good_step_follows() -> None:
     first, second = run_ranks(2, misuse, ds_config())
     assert first == second
@@ -376,7 +400,7 @@ def cycle_momentum(config: dict[str, Any]) -> tuple[str, bool]:
     error = error_of(lambda: train_step(engine, gradients_of(engine, 1)))
     unmoved = all(torch.equal(w, before[name]) for name, w in full_weights(engine).items())
     engine.optimizer.param_groups[0]["momentum"] = 0.9
-    engine.step()
+    train_step(engine, gradients_of(engine, 1))
     return error, unmoved and is_bound(engine)
 
 

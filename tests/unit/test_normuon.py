@@ -307,39 +307,3 @@ def linked(config: dict[str, Any]) -> list[str]:
 @pytest.mark.ranks
 def test_deepspeed_does_not_take_the_variance_for_a_piece_of_a_parameter() -> None:
     assert run_ranks(2, linked, ds_config(NORMUON)) == [["momentum_buffer"]] * 2
-
-
-# ---- defaults of torch's that a script may have changed -------------------------------------------------------------
-
-
-def train_under(config: dict[str, Any], dtype: str, device: str | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Weights and variances after three steps, built and stepped under other defaults for what is made without either.
-
-    The gradients are made before, and on "meta" there is nothing to compute with.
-    """
-    usual = torch.get_default_dtype()
-    model = PrescribedGradients(SHAPES)
-    place = torch.device(get_accelerator().current_device_name())
-    gradients = [exact_gradients(SHAPES, step, place) for step in range(3)]
-    try:
-        torch.set_default_dtype(getattr(torch, dtype))
-        engine = start(model, config)
-        for of_step in gradients:
-            engine.backward(engine(of_step))
-            torch.set_default_device(device)
-            engine.step()
-            torch.set_default_device(None)
-    finally:
-        torch.set_default_device(None)
-        torch.set_default_dtype(usual)
-    assert engine.optimizer.optimizer.row_variance(0).dtype == torch.float32
-    return variances(engine), full_weights(engine)
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize(("dtype", "device"), [("float64", None), ("bfloat16", None), ("float32", "meta")])
-def test_torchs_defaults_for_dtype_and_device_change_no_bit(dtype: str, device: str | None) -> None:
-    usual, other = (run_ranks(2, train_under, ds_config(NORMUON), *of) for of in (("float32", None), (dtype, device)))
-    for (moments, weights), (expected_moments, expected_weights) in zip(other, usual, strict=True):
-        assert_equal(moments, expected_moments)
-        assert_equal(weights, expected_weights)

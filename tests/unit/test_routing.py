@@ -689,7 +689,7 @@ def test_routing_modifies_nothing():
         assert torch.equal(param, before[name][0]) and vars(param) == before[name][1]
 
 
-# Routing: table, summary, digest
+# Routing: table, summary
 
 
 def test_the_table_has_one_aligned_line_per_tensor():
@@ -761,32 +761,6 @@ def test_what_is_not_given_to_the_optimizer_is_not_trained():
     routing = route(GPT()).given(["wte.weight", "h.0.mlp.weight"])
     assert [r.name for r in routing.routes if r.half != "none"] == ["wte.weight", "h.0.mlp.weight"]
     assert "h.0.attn.weight (not given to deepspeed.initialize)" in routing.given(["h.0.mlp.weight"]).summary()[2]
-
-
-def test_equal_routings_have_equal_digests_whatever_the_dtype_and_reason():
-    digest = route(GPT()).digest()
-    assert isinstance(digest, bytes) and len(digest) == 32
-    assert route(GPT().bfloat16()).digest() == digest
-    assert route(GPT(), muon_params=["h.0.mlp.weight"]).digest() == digest
-
-
-def test_different_routings_have_different_digests():
-    frozen, narrow = GPT(), GPT()
-    frozen.h[0].mlp.requires_grad_(False)
-    narrow.h[0].mlp = linear(3)
-    shared = linear()
-    routings = [
-        route(Holder(a=shared)),
-        route(Holder(a=shared, b=shared)),
-        route(GPT()),
-        route(GPT(tied=True)),
-        route(GPT(head_first=True)),
-        route(frozen),
-        route(narrow),
-        route(GPT(), adamw_params=["h.0.mlp.*"]),
-    ]
-    digests = {routing.digest() for routing in routings} | {routings[0].digest("extra")}
-    assert len(digests) == len(routings) + 1
 
 
 def test_a_complex_parameter_is_refused():

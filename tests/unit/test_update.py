@@ -210,7 +210,7 @@ def test_momentum_rounds_by_what_it_adds(momentum: float, ratio: float, nesterov
     [(0.95, 0.005, 0.05), (0.99, 0.012, 0.06), (LARGEST_BF16_MOMENTUM, 0.017, 0.04), (0.999, 0.35, 1.0)],
 )
 def test_bf16_momentum_forgets_up_to_the_largest_that_is_allowed(momentum: float, error: float, left: float) -> None:
-    """The table of the README: with gradients whose mean is as large as their noise, and after they have gone."""
+    """The table of `docs/options.md`: with gradients whose mean is as large as their noise, and once they are gone."""
     generator = torch.Generator().manual_seed(0)
     constant = round(1 / (1 - momentum))
     mean, exact, rounded = torch.randn(2000, generator=generator), torch.zeros(2000), torch.zeros(2000).bfloat16()

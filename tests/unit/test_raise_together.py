@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ds_muon.guard import raise_together
+from ds_muon.agree import raise_together
 from tests.unit.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
