@@ -14,6 +14,7 @@ from numbers import Real
 from typing import Any
 
 from ds_muon.config import DSMuonConfig
+from ds_muon.orthogonalize.coefficients import LARGEST
 from ds_muon.refusals import DSMuonRefusal
 
 # A rate above the first is meant for orthogonalized updates, and one below the second for AdamW.
@@ -114,9 +115,16 @@ def spread(
 def _dealt_rates(name: str, key: str, value: Any, groups: Sequence[GroupRate]) -> list[tuple[Any, bool]]:
     """For each group of the optimizer its number, and whether that stands for ``lr`` rather than for itself."""
     entries = _dealt(name, key, value, groups) if isinstance(value, list | tuple) else [(value, True)] * len(groups)
-    if not all(isinstance(number, Real) for number, _ in entries):
-        raise DSMuonRefusal(f"scheduler {name}: {key} = {value!r}: a rate is a number; set one, such as 0.02")
+    if not all(_is_rate(number) for number, _ in entries):
+        raise DSMuonRefusal(
+            f"scheduler {name}: {key} = {value!r}: a rate is a number, at least 0 and finite in fp32, such as 0.02"
+        )
     return entries
+
+
+def _is_rate(value: Any) -> bool:
+    # NaN compares false.
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= value <= LARGEST
 
 
 def _dealt(name: str, key: str, values: Sequence[Any], groups: Sequence[GroupRate]) -> list[tuple[Any, bool]]:

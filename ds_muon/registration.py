@@ -308,6 +308,9 @@ def _configure_lr_scheduler(original: Callable[..., None], engine: Any) -> None:
     except Exception as caught:  # whatever it is, no rank may be left waiting
         error = caught
     raise_together(error)
+    # Of a function that builds a scheduler, or of one that is passed, ranks can only compare what it does.
+    rates = {group["name"]: {"lr": group["lr"]} for group in optimizer.param_groups}
+    agree("learning rates at the start", rates, "pass the same lr_scheduler")
     if dist.get_rank() == 0:
         for line in lines:
             log(line)

@@ -213,6 +213,10 @@ def test_zero_is_zero_and_no_rate_is_a_multiple_of_it() -> None:
         ({"warmup_num_steps": "auto"}, 'warmup_num_steps = "auto" is a blank'),
         ({"warmup_max_lr": "1e-3"}, "warmup_max_lr = '1e-3': a rate is a number"),
         ({"warmup_max_lr": [1e-3, None]}, "a rate is a number"),
+        ({"warmup_max_lr": True}, "warmup_max_lr = True: a rate is a number"),
+        ({"warmup_max_lr": 1e39}, "finite in fp32"),
+        ({"warmup_max_lr": float("nan")}, "warmup_max_lr = nan"),
+        ({"warmup_min_lr": -1e-3}, "warmup_min_lr = -0.001"),
     ],
 )
 def test_what_is_no_rate_is_refused_in_words(arguments: dict[str, Any], problem: str) -> None:
@@ -590,6 +594,8 @@ def start_with(kind: str) -> None:
         scheduler = torch_schedulers.StepLR(Other([nn.Parameter(torch.zeros(1))]), 1)
     elif kind == "one rank fails":
         scheduler = lambda o: torch_schedulers.LambdaLR(o, [lambda step: 1.0] * (2 + torch.distributed.get_rank()))  # noqa: E731
+    elif kind == "other rates":
+        scheduler = lambda o: torch_schedulers.LambdaLR(o, lambda step: 1.0 / (1 + torch.distributed.get_rank()))  # noqa: E731
     config = ds_config(scheduler=None if scheduler else section)
     config["optimizer"]["params"] = params
     start(Block(), config, lr_scheduler=scheduler)
@@ -602,6 +608,7 @@ def start_with(kind: str) -> None:
         ("a number for two rates", "warmup_max_lr = 0.001 is one number for two rates"),
         ("another optimizer", "lr_scheduler = a StepLR of another optimizer, a Other"),
         ("one rank fails", "lr_lambda has 3 entries"),
+        ("other rates", "muon.lr is 0.02 on rank 0, 0.01 on rank 1"),
     ],
 )
 def test_a_scheduler_is_refused_on_every_rank(kind: str, problem: str) -> None:
