@@ -124,7 +124,7 @@ def _dealt_rates(name: str, key: str, value: Any, groups: Sequence[GroupRate]) -
 
 def _is_rate(value: Any) -> bool:
     # NaN compares false.
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= value <= LARGEST
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) <= LARGEST
 
 
 def _dealt(name: str, key: str, values: Sequence[Any], groups: Sequence[GroupRate]) -> list[tuple[Any, bool]]:
