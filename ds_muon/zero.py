@@ -237,7 +237,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         with self._timed(deepspeed_zero.OPTIMIZER_GRADIENTS_TIMER):
             gradients = [self._take_gradient(i) for i in range(len(self.bit16_groups))]
             refusal = step_refusal(self, self._frozen)
-            verdict = self._measure(gradients, refuse=refusal is not None)
+            verdict = self._measure(gradients, refusal is not None)
         with self._timed(deepspeed_zero.OPTIMIZER_STEP_TIMER):
             self._stage(gradients, verdict)
             updates = gradients[: len(self.muon_groups)]
@@ -285,7 +285,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         """A number that the host knows, as a 0-d fp32 tensor. Not ``torch.tensor``, which waits for the device."""
         return torch.full((), number, dtype=torch.float64, device=self.device).float()
 
-    def _measure(self, gradients: Sequence[Tensor], *, refuse: bool) -> Verdict:
+    def _measure(self, gradients: Sequence[Tensor], refuse: bool) -> Verdict:
         """What the gradients of all ranks say of the step; they are not modified. A collective."""
         count = len(self.muon_groups)
         of_muon = [group.squares(gradient) for group, gradient in zip(self.muon_groups, gradients[:count], strict=True)]
