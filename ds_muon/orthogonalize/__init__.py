@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ds_muon.dtypes import DTYPES
 from ds_muon.orthogonalize import newton_schulz
 from ds_muon.orthogonalize.backends import BACKENDS, choose_backend, release
 from ds_muon.orthogonalize.coefficients import COEFFICIENTS, CoefficientTable, Triple, schedule
@@ -71,8 +72,7 @@ class NewtonSchulz:
         """
         if ns_method not in ("gram", "standard"):
             raise ValueError(f'ns_method = {ns_method!r}: choose "gram" or "standard"')
-        dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-        dtypes["auto"] = torch.float32 if device.type == "cpu" else torch.float16
+        dtypes = {**DTYPES, "auto": torch.float32 if device.type == "cpu" else torch.float16}
         if ns_dtype not in dtypes:
             raise ValueError(f"ns_dtype = {ns_dtype!r}: choose one of {sorted(dtypes)}")
         if not 0 <= ns_eps < 1:

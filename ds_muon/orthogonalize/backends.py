@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ds_muon.extras import OLDEST_TRITON, how_to_install
+from ds_muon.kernels.available import why_not
 from ds_muon.orthogonalize.newton_schulz import Backend, Iteration, Operations, gram, passes, squares
 from ds_muon.orthogonalize.torch_backend import TorchOperations, exact_products
 from ds_muon.say import log
@@ -71,7 +72,7 @@ def problem(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
         return "there is no such backend here"
     if name != "triton":
         return None
-    reason = _not_for(device)
+    reason = why_not(device)
     if reason is not None:
         return reason
     if find_spec("triton") is None:
@@ -81,22 +82,9 @@ def problem(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     return _trial(device, dtype)
 
 
-def _not_for(device: torch.device) -> str | None:
-    """Why no kernel can run on the device, whatever is installed."""
-    if device.type != "cuda":
-        return f"Triton needs a GPU, and this is {device.type}"
-    if not torch.cuda.is_available():
-        return "Triton needs a GPU, and torch finds none"
-    if torch.version.hip:
-        return "the Triton kernels are for NVIDIA GPUs, and this is an AMD one"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return f"Triton needs compute capability 8.0, and {torch.cuda.get_device_name(device)} has less"
-    return None
-
-
 def _why_not_tried(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why ``"auto"`` does not so much as try Triton; None where it does."""
-    reason = _not_for(device)
+    reason = why_not(device)
     if reason is not None:
         return reason
     if torch.cuda.get_device_capability(device)[0] != 9:

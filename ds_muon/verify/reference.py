@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_muon.dtypes import name_of
 from ds_muon.orthogonalize import NewtonSchulz, orthogonalize, reference_newton_schulz, schedule
 from ds_muon.orthogonalize.newton_schulz import restart_blocks, uses_gram
-from ds_muon.partition import Layout
 from ds_muon.passes import advance_momentum_
+from ds_muon.plan.partition import Layout
 from ds_muon.update import ROW_EPS, advance_row_variance, muon_update
 from ds_muon.verify import tolerances
 from ds_muon.verify.engine_view import ROW_VARIANCE, MuonRule, Placed
@@ -220,7 +221,7 @@ class SameDtypeMuon:
             "ns_steps": rule.ns_steps,
             "ns_method": rule.ns_method,
             "ns_coefficients": rule.ns_coefficients,
-            "ns_dtype": str(rule.ns_dtype).removeprefix("torch."),
+            "ns_dtype": name_of(rule.ns_dtype),
             "ns_eps": rule.ns_eps,
             "ns_backend": rule.ns_backend,
         }

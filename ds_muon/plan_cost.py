@@ -33,8 +33,8 @@ import torch
 
 from ds_muon.exchange import element_bytes
 from ds_muon.orthogonalize import BACKENDS, WORKSPACE_BYTES, NewtonSchulz, newton_schulz
-from ds_muon.owners import RATES, Rates
-from ds_muon.partition import GroupPlan, flat_layout, make_plan
+from ds_muon.plan.owners import RATES, Rates
+from ds_muon.plan.partition import GroupPlan, flat_layout, make_plan
 from ds_muon.text import columns
 
 FREE = Rates(bytes_per_second=math.inf, exchange_seconds=0.0, least_gain=0.0)
