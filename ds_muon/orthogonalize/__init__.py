@@ -14,6 +14,7 @@ from ds_muon.dtypes import DTYPES
 from ds_muon.orthogonalize import newton_schulz
 from ds_muon.orthogonalize.backends import BACKENDS, choose_backend, release
 from ds_muon.orthogonalize.coefficients import COEFFICIENTS, CoefficientTable, Triple, schedule
+from ds_muon.orthogonalize.defaults import NS_BACKEND, NS_COEFFICIENTS, NS_DTYPE, NS_EPS, NS_METHOD, NS_STEPS
 from ds_muon.orthogonalize.newton_schulz import Iteration
 from ds_muon.orthogonalize.reference import reference_newton_schulz
 from ds_muon.orthogonalize.torch_backend import exact_products
@@ -59,12 +60,12 @@ class NewtonSchulz:
         cls,
         device: torch.device,
         *,
-        ns_steps: int = 5,
-        ns_method: str = "gram",
-        ns_coefficients: str | Sequence[Sequence[float]] = "quintic",
-        ns_dtype: str = "auto",
-        ns_eps: float = 1e-15,
-        ns_backend: str = "auto",
+        ns_steps: int = NS_STEPS,
+        ns_method: str = NS_METHOD,
+        ns_coefficients: str | Sequence[Sequence[float]] = NS_COEFFICIENTS,
+        ns_dtype: str = NS_DTYPE,
+        ns_eps: float = NS_EPS,
+        ns_backend: str = NS_BACKEND,
     ) -> NewtonSchulz:
         """Settle ``"auto"``: fp16 on accelerators, where it costs what bf16 costs with 8 times less error, else fp32.
 
