@@ -1,8 +1,8 @@
 """The ZeRO-1/2 wrapper: DeepSpeed's own partitioning and reduction, with a step that is all or nothing.
 
 DeepSpeed steps one param group after another. Here a step has five phases, each over all groups, and each a range of
-torch's profiler: ``take_gradients``, ``measure``, ``stage``, ``decide``, ``commit``. Until the last, no weight, no AdamW
-state and no variance has moved; the momentum has, unless the gradients forbid it.
+torch's profiler: ``take_gradients``, ``measure``, ``stage``, ``decide``, ``commit``. Until the last, no weight, no
+AdamW state and no variance has moved; the momentum has, unless the gradients forbid it.
 
 The host waits for the device once, to decide: for the norms of the gradients or, with ``nan_guard``, for the byte that
 says whether the updates are finite. Everything before it is queued without knowing, and with ``nan_guard`` "off" what

@@ -15,8 +15,8 @@ from ds_muon.verify.record import Comparison, UpdateRecord, VerifyResult
 _OF = {"against_fp64": "update", "against_same_dtype": "update", "gradient": "gradient", "state": "state"}
 _NAMED_IN_VERDICT = 3
 LEGEND = (
-    "(ranks hold, owner orthogonalizes; error, cosine: of the update beside fp64; same dtype: beside the same rule in the "
-    "run's dtype; gradient, state: of what it is made from; step: the worst)"
+    "(ranks hold, owner orthogonalizes; error, cosine: of the update beside fp64; same dtype: beside the same rule in "
+    "the run's dtype; gradient, state: of what it is made from; step: the worst)"
 )
 
 
