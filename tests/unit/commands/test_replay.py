@@ -14,8 +14,9 @@ from ds_muon import cli
 from ds_muon.capture import NanCapture
 from ds_muon.orthogonalize import BACKENDS, COEFFICIENTS, NewtonSchulz, Triple, orthogonalize
 from ds_muon.replay import Capture, attempts, orthogonality_error
-from tests.unit.pure.test_newton_schulz import cut_into, dominated, gaussian, log_uniform
+from tests.unit.support.batches import cut_into
 from tests.unit.support.faulty import Faulty, sick
+from tests.unit.support.spectra import dominated, gaussian, log_uniform
 
 CPU = torch.device("cpu")
 

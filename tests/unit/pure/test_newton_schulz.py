@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,9 +23,11 @@ from ds_muon.orthogonalize import (
     reference_newton_schulz,
 )
 from ds_muon.orthogonalize.torch_backend import TorchOperations, exact_products
+from tests.unit.support.batches import cut_into
 from tests.unit.support.spectra import (
     HALF_BOUNDS,
     distance,
+    dominated,
     gaussian,
     half_bound,
     log_uniform,
@@ -43,25 +45,6 @@ TOLERANCES = {"float32": 1e-5, "float16": 0.01, "bfloat16": 0.06}
 SHAPES = [(15, 15), (16, 16), (17, 17), (127, 127), (129, 129), (15, 17), (16, 64), (127, 129), (129, 127), (96, 200)]
 ASPECTS = [(16, 1024), (1024, 16)]
 TINY = [(2, 2), (3, 3), (2, 3), (3, 2), (2, 128), (128, 2), (3, 192)]
-
-
-def cut_into(size: int) -> Callable[..., Iterator[Sequence[int]]]:
-    """In place of ``batches``: up to ``size`` matrices of a shape at a time, as on a GPU."""
-
-    def batches(matrices: Sequence[Tensor], _: NewtonSchulz) -> Iterator[Sequence[int]]:
-        for shape in dict.fromkeys(matrix.shape for matrix in matrices):
-            indices = [index for index, matrix in enumerate(matrices) if matrix.shape == shape]
-            yield from (indices[start : start + size] for start in range(0, len(indices), size))
-
-    return batches
-
-
-def dominated(rows: int, cols: int, rest: float, seed: int) -> Tensor:
-    """One direction that outweighs the others: what the gradient of a small or badly scaled layer looks like."""
-    generator = torch.Generator().manual_seed(seed)
-    first = torch.randn(rows, 1, generator=generator) @ torch.randn(1, cols, generator=generator)
-    noise = torch.randn(rows, cols, generator=generator)
-    return first / first.norm() + rest * noise / noise.norm()
 
 
 def ns(matrix: Tensor, **settings: Any) -> Tensor:

@@ -15,7 +15,7 @@ from ds_muon.exchange import Transfer
 from ds_muon.muon_group import MuonGroup, in_turns
 from ds_muon.orthogonalize import BACKENDS, NewtonSchulz, orthogonalize
 from ds_muon.orthogonalize.torch_backend import TorchOperations
-from tests.unit.ranks.test_exchange import group_plan
+from tests.unit.support.plans import group_plan
 
 CPU = torch.device("cpu")
 

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from ds_muon import DSMuon
 from ds_muon.refusals import NO_GRADIENTS
-from tests.unit.ranks.test_step import exact_gradients
 from tests.unit.support.models import PrescribedGradients, ds_config, full_weights, start, train_step
 from tests.unit.support.ranks import DEVICE, run_ranks
+from tests.unit.support.steps import exact_gradients
 
 pytestmark = pytest.mark.ranks
 

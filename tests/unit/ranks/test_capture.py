@@ -16,10 +16,10 @@ from ds_muon.capture import NanCapture
 from ds_muon.guard import NonFiniteUpdate
 from ds_muon.orthogonalize import NewtonSchulz
 from ds_muon.replay import CaptureError, read_capture
-from tests.unit.ranks.test_step import exact_gradients
 from tests.unit.support.faulty import faulty_backend, sick
 from tests.unit.support.models import PrescribedGradients, ds_config, start, train_step
 from tests.unit.support.ranks import run_ranks
+from tests.unit.support.steps import exact_gradients
 
 SHAPES = [(30, 20), (8, 8), (5,)]
 SETTINGS = NewtonSchulz.resolve(torch.device("cpu"))

@@ -15,42 +15,17 @@ import torch
 from torch import Tensor
 
 from ds_muon import muon_update
-from ds_muon.sample.gpt import GPT, GPTConfig
+from ds_muon.sample.gpt import GPT
 from ds_muon.verify import CannotVerify, UpdateCheck, UpdateRecord, tolerances
 from ds_muon.verify.engine_view import MuonRule
-from ds_muon.verify.inject import FAULTS, found, plant
+from ds_muon.verify.inject import found, plant
 from ds_muon.verify.reference import SameDtypeMuon
+from tests.unit.support.checked import MODEL, SHOWN, check_gpt, train_gpt
 from tests.unit.support.faulty import faulty_backend, sick
 from tests.unit.support.models import PrescribedGradients, ds_config, full_weights, start, train_step
 from tests.unit.support.ranks import DEVICE, run_ranks
 
 ranks = pytest.mark.ranks
-
-# Three layers: the boundary between two ranks cuts a matrix of the middle one.
-MODEL = GPTConfig(n_layer=3, n_head=2, n_embd=48, block_size=16)
-
-
-def train_gpt(engine: Any, steps: int) -> None:
-    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
-    for _ in range(steps):
-        tokens = torch.randint(256, (4, 17), generator=generator).to(engine.device)
-        train_step(engine, tokens[:, :-1], tokens[:, 1:])
-
-
-def check_gpt(
-    config: dict[str, Any], fault: str | None = None, steps: int = 3, model: type[GPT] = GPT
-) -> list[UpdateRecord]:
-    torch.manual_seed(0)
-    engine = start(model(MODEL), config)
-    records = []
-    with nullcontext() if fault is None else plant(fault, engine):
-        check = UpdateCheck(engine)
-        for _ in range(steps):
-            train_gpt(engine, 1)
-            records += check.after_step()
-    check.close()
-    engine.destroy()
-    return records
 
 
 # ---- teeth ----------------------------------------------------------------------------------------------------------
@@ -64,8 +39,6 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 
 
-# What the model here cannot show, test_conv1d does.
-SHOWN = [fault for fault in FAULTS if fault != "conv1d-scale"]
 # On a CPU, where fewer kernels are at work, each fault in fp32 and in one other, in turns.
 PLANTED = [
     (fault, precision)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.ranks.test_engine import assert_right, check_block
+from tests.unit.support.checked import assert_right, check_block
 from tests.unit.support.models import ds_config
 from tests.unit.support.ranks import DEVICE, run_ranks
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ds_muon import checkpoint
-from tests.unit.ranks.test_step import exact_gradients, state_of
 from tests.unit.support.models import Block, PrescribedGradients, ds_config, full_weights, start, train_step
 from tests.unit.support.ranks import RankFailure, run_ranks, stop_all
+from tests.unit.support.steps import exact_gradients, state_of
 
 pytestmark = pytest.mark.ranks
 

@@ -14,7 +14,7 @@ from ds_muon.routing import route
 from ds_muon.verify import UpdateCheck, UpdateRecord
 from ds_muon.verify.engine_view import CannotVerify
 from ds_muon.verify.inject import found, plant
-from tests.unit.pure.test_newton_schulz import cut_into
+from tests.unit.support.batches import cut_into
 from tests.unit.support.models import ds_config, full_weights, start, train_step
 from tests.unit.support.ranks import run_ranks
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 import ds_muon
-from tests.unit.ranks.test_step import exact_gradients, state_of
 from tests.unit.support.faulty import faulty_backend, sick
 from tests.unit.support.models import PrescribedGradients, ds_config, full_weights, start, train_step
 from tests.unit.support.ranks import run_ranks
+from tests.unit.support.steps import exact_gradients, state_of
 
 SHAPES = [(16, 16), (24, 7), (5,), (7, 24)]
 NORMUON = {"variant": "normuon", "momentum_dtype": "bfloat16"}

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ds_muon.verify import UpdateCheck, UpdateRecord
+from tests.unit.support.checked import assert_right, check_block
 from tests.unit.support.models import Block, PrescribedGradients, ds_config, sequence_parallel, start, train_step
 from tests.unit.support.ranks import run_ranks
 
@@ -38,14 +39,6 @@ def check_prescribed(shapes: list[tuple[int, ...]], config: dict[str, Any], step
     return records
 
 
-def assert_right(records: list[list[UpdateRecord]], tolerance: float | None = None) -> None:
-    assert records and all(records)
-    for step, step_records in enumerate(records):
-        for record in step_records:
-            assert record.ok, (step, record)
-            assert tolerance is None or record.relative_error <= tolerance, (step, record)
-
-
 @pytest.mark.parametrize("method", ["gram", "standard"])
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("case", STRADDLING)
@@ -68,22 +61,6 @@ def destroy(config: dict[str, Any]) -> list[str]:
     with patch("ds_muon.zero.release", lambda: released.append("released")):
         engine.destroy()
     return released
-
-
-def check_block(config: dict[str, Any], steps: int, **kwargs: Any) -> list[list[UpdateRecord]]:
-    """A real network, other data on every rank, as many micro-batches as the config accumulates."""
-    torch.manual_seed(0)
-    engine = start(Block(), config, **kwargs)
-    check = UpdateCheck(engine)
-    generator = torch.Generator().manual_seed(1 + torch.distributed.get_rank())
-    records = []
-    for _ in range(steps):
-        for _ in range(engine.gradient_accumulation_steps()):
-            tokens, targets = torch.randint(0, 40, (2, 4, 32), generator=generator).to(engine.device)
-            train_step(engine, tokens, targets)
-        records.append(check.after_step())
-    engine.destroy()
-    return records
 
 
 SETUPS: dict[str, dict[str, Any]] = {

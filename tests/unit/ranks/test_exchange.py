@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -17,9 +16,9 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from ds_muon import exchange as exchange_module
-from ds_muon import flat_layout, make_plan
 from ds_muon.exchange import Exchange
 from ds_muon.plan.partition import GroupPlan
+from tests.unit.support.plans import group_plan
 from tests.unit.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -35,14 +34,6 @@ CASES = {
     "many_shapes": [(16, 16), (64, 16), (16, 64), (7, 13), (13, 7), (3, 2), (33, 5), (2, 41)],
     "nothing_straddles": [(12, 12)] * 12,
 }
-
-
-def group_plan(shapes: list[Shape], world_size: int, *, turn: int = 0, **options: Any) -> GroupPlan:
-    """With ``turn``, so many ranks after the planned one own each matrix, holders or not."""
-    layout = flat_layout([math.prod(shape) for shape in shapes], world_size, **options)
-    named = [(f"p{i}", shape) for i, shape in enumerate(shapes)]
-    plan = make_plan([named], [layout], world_size, lambda rows, cols: rows * cols).groups[0]
-    return replace(plan, matrices=tuple(replace(m, owner=(m.owner + turn) % world_size) for m in plan.matrices))
 
 
 def flat_values(plan: GroupPlan, dtype: torch.dtype, seed: int) -> Tensor:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.ranks.test_step import exact_gradients, state_of
 from tests.unit.support.models import Block, PrescribedGradients, ds_config, full_weights, start, train_step
 from tests.unit.support.ranks import run_ranks
+from tests.unit.support.steps import exact_gradients, state_of
 
 pytestmark = pytest.mark.ranks
 

@@ -14,10 +14,18 @@ from ds_muon import muon_update, reference_newton_schulz
 from ds_muon.update import advance_row_variance, update_scale
 from ds_muon.verify import UpdateCheck, UpdateRecord
 from ds_muon.verify.reference import RowNormalization
-from tests.unit.pure.test_newton_schulz import gaussian
-from tests.unit.ranks.test_step import SHAPES, assert_equal, exact_gradients, muon_names, train
-from tests.unit.support.models import PrescribedGradients, ds_config, full_weights, start, start_groups, train_step
+from tests.unit.support.models import (
+    PrescribedGradients,
+    ds_config,
+    full_weights,
+    start,
+    start_groups,
+    train_step,
+    variances,
+)
 from tests.unit.support.ranks import run_ranks
+from tests.unit.support.spectra import gaussian
+from tests.unit.support.steps import SHAPES, assert_equal, exact_gradients, muon_names, train
 
 NORMUON = {"variant": "normuon", "weight_decay": 0.1}
 GRIDS = [(16, 16), (24, 40), (40, 24), (3, 50), (2, 3)]
@@ -151,15 +159,6 @@ def test_a_batch_gives_every_matrix_its_own_factors(dtype: torch.dtype, tall: bo
 
 
 # ---- in a step ------------------------------------------------------------------------------------------------------
-
-
-def variances(engine: Any) -> dict[str, Tensor]:
-    zero = engine.optimizer
-    return {
-        matrix.name: group.row_variance.of(zero.optimizer.row_variance(i), matrix.name).cpu()
-        for i, (group, plan) in enumerate(zip(zero.muon_groups, zero.plan.groups, strict=True))
-        for matrix in plan.matrices
-    }
 
 
 def train_variances(config: dict[str, Any], steps: int, groups: int) -> dict[str, Tensor]:

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,50 +11,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_muon import Plan, Rates, make_plan
 from ds_muon.replay import read_capture
 from ds_muon.verify import UpdateRecord
 from ds_muon.verify.inject import found
-from tests.unit.ranks.test_check import SHOWN, check_gpt
-from tests.unit.ranks.test_nan_guard import CASES, SHAPES, WHOLE, bad_second_step
-from tests.unit.ranks.test_normuon import variances
-from tests.unit.ranks.test_step import assert_equal, exact_gradients
+from tests.unit.support.bad_steps import CASES, SHAPES, WHOLE, bad_second_step
+from tests.unit.support.checked import SHOWN, check_gpt
 from tests.unit.support.faulty import faulty_backend, sick
-from tests.unit.support.models import ds_config, full_weights, start_groups, train_step
+from tests.unit.support.models import ds_config, full_weights, start_groups, train_step, variances
+from tests.unit.support.owners import owned
 from tests.unit.support.ranks import DEVICE, run_ranks
+from tests.unit.support.steps import assert_equal, exact_gradients
 
 pytestmark = pytest.mark.ranks
 
 # Flat ones that cost little for their size: the work of their holders is little, too.
 UNEVEN = [(5, 500), (5, 500), (24, 24), (2, 3), (20, 36), (16, 16), (5, 500), (2, 3), (16, 16), (11,)]
-FREE = Rates(1.0, math.inf, exchange_seconds=0.0, least_gain=0.0)
-
-
-def plan_with(turn: int, *args: Any, **kwargs: Any) -> Plan:
-    """So many ranks after the planned one own each matrix."""
-    plan = make_plan(*args, **kwargs)
-    ranks = len(plan.loads)
-    groups = (
-        replace(group, matrices=tuple(replace(m, owner=(m.owner + turn) % ranks) for m in group.matrices))
-        for group in plan.groups
-    )
-    return replace(plan, groups=tuple(groups))
-
-
-# How owners are chosen: as if moving were free, or other ranks than planned.
-OWNERS: dict[str, Any] = {
-    "planned": make_plan,
-    "balanced": partial(make_plan, rates=FREE),
-    "next": partial(plan_with, 1),
-    "second next": partial(plan_with, 2),
-}
-
-
-@contextmanager
-def owned(how: str) -> Iterator[None]:
-    """Engines that are built in this context choose owners so."""
-    with mock.patch("ds_muon.zero.make_plan", OWNERS[how]):
-        yield
 
 
 def train_owned(

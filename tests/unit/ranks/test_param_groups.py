@@ -9,8 +9,8 @@ from torch import nn
 from ds_muon.config import DSMuonConfig, DSMuonConfigError
 from ds_muon.param_groups import split_param_groups
 from ds_muon.routing import Routing, RoutingError, route
-from tests.unit.pure.test_routing import GPT, Holder, linear, raw
 from tests.unit.support.models import Block, ds_config, full_weights, start, train_step
+from tests.unit.support.modules import GPT, Holder, linear, raw
 from tests.unit.support.ranks import run_ranks
 
 CONFIG = DSMuonConfig.parse(

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from ds_muon import muon_update, passes
 from ds_muon.passes import Segments, Where, torch_passes
-from tests.unit.ranks import test_step
 from tests.unit.support.interpreter import may_interpret
 from tests.unit.support.models import ds_config
 from tests.unit.support.ranks import run_ranks, stop_all
+from tests.unit.support.steps import SHAPES, assert_equal
+from tests.unit.support.steps import train as train_on_exact_gradients
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton", allow_module_level=True)
@@ -451,7 +452,7 @@ def train(config: dict[str, Any], kernels: bool) -> tuple[dict[str, Tensor], int
         mock.patch.object(passes, "_kernels", lambda _: calls if kernels else None),
         mock.patch.object(passes, "_FAILED", set()) as failed,
     ):
-        weights = test_step.train(test_step.SHAPES, config, 3)
+        weights = train_on_exact_gradients(SHAPES, config, 3)
     assert not failed
     return weights, len(calls.mock_calls)
 
@@ -477,7 +478,7 @@ def test_an_engine_trains_with_the_same_bits_with_kernels(world_size: int, varia
     for (expected, none), (weights, some) in zip(in_torch, by_kernels, strict=True):
         # Two norms, the momentum, its apply, and at least one batch, three times.
         assert none == 0 and some >= 15
-        test_step.assert_equal(weights, expected)
+        assert_equal(weights, expected)
 
 
 def failing(calls: list[str], name: str) -> Callable[..., None]:

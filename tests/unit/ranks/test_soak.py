@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.ranks.test_nan_guard import state_of
 from tests.unit.support.faulty import faulty_backend, sick
 from tests.unit.support.models import PrescribedGradients, ds_config, full_weights, start, train_step
 from tests.unit.support.ranks import run_ranks
+from tests.unit.support.steps import state_by_key
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -29,7 +29,7 @@ def soak(config: dict[str, Any], seed: int) -> dict[str, int]:
     device = engine.device
     shared, own = random.Random(seed), torch.Generator().manual_seed(rank)
     counts = dict.fromkeys(("clean", *FAULTS), 0)
-    before, state = full_weights(engine), state_of(engine)
+    before, state = full_weights(engine), state_by_key(engine)
     with faulty_backend(engine):
         for step in range(STEPS):
             fault = shared.choice(FAULTS) if shared.random() < 0.3 else "clean"
@@ -43,7 +43,7 @@ def soak(config: dict[str, Any], seed: int) -> dict[str, int]:
             with sick(matrix if fault == "output" else None):  # on every rank; its owner runs it
                 train_step(engine, gradients)
             counts[fault] += 1
-            after, state_after = full_weights(engine), state_of(engine)
+            after, state_after = full_weights(engine), state_by_key(engine)
             moved = {name for name in after if not torch.equal(after[name], before[name])}
             assert moved == (set(after) if fault == "clean" else set()), (step, fault, moved)
             assert all(weight.isfinite().all() for weight in after.values()), step

@@ -12,34 +12,12 @@ from torch import Tensor, nn
 
 from ds_muon import muon_group
 from ds_muon.update import muon_update
-from tests.unit.pure.test_newton_schulz import cut_into
-from tests.unit.support.models import PrescribedGradients, ds_config, full_weights, start, start_groups, train_step
+from tests.unit.support.batches import cut_into
+from tests.unit.support.models import PrescribedGradients, ds_config, full_weights, start, train_step
 from tests.unit.support.ranks import run_ranks
+from tests.unit.support.steps import SHAPES, assert_equal, exact_gradients, muon_names, state_of, train
 
 pytestmark = pytest.mark.ranks
-
-SHAPES = [(48, 48), (63, 63), (32, 96), (96, 32), (7, 13), (2, 3), (3, 50), (11,), (40, 1)]
-
-
-def exact_gradients(shapes: list[tuple[int, ...]], step: int, device: torch.device) -> list[Tensor]:
-    """Gradients with few mantissa bits on rank 0, zeros elsewhere, scaled so that the average is the same and exact
-    for any world size: multiplying by the world size and dividing by it again rounds nothing."""
-    world_size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-    generator = torch.Generator().manual_seed(step)
-    gradients = [torch.randint(-64, 65, shape, generator=generator) / 1024.0 for shape in shapes]
-    return [(g * world_size if rank == 0 else torch.zeros_like(g)).to(device) for g in gradients]
-
-
-def train(
-    shapes: list[tuple[int, ...]], config: dict[str, Any], steps: int, scale: float = 1.0, groups: int = 1
-) -> dict[str, Tensor]:
-    """Train on exact gradients (times ``scale``) and return all weights; the same on every rank."""
-    engine = start_groups(shapes, config, groups)
-    for step in range(steps):
-        train_step(engine, [g * scale for g in exact_gradients(shapes, step, engine.device)])
-    weights = full_weights(engine)
-    engine.destroy()
-    return weights
 
 
 def test_adamw_weights_do_not_depend_on_the_world_size() -> None:
@@ -78,15 +56,6 @@ def train_with_long_tensors(config: dict[str, Any]) -> tuple[dict[str, Tensor], 
     ):
         weights = train(SHAPES, config, 3)
     return weights, [max(piece.numel() for piece in call.args[1]) for call in copy.call_args_list], stepped
-
-
-def muon_names(shapes: list[tuple[int, ...]]) -> list[str]:
-    return [f"p{i}" for i, shape in enumerate(shapes) if len(shape) == 2 and min(shape) > 1]
-
-
-def assert_equal(left: dict[str, Tensor], right: dict[str, Tensor], names: list[str] | None = None) -> None:
-    for name in left if names is None else names:
-        assert torch.equal(left[name], right[name]), name
 
 
 # ---- the result does not depend on the partition --------------------------------------------------------------------
@@ -409,11 +378,6 @@ def step_with_nan(config: dict[str, Any], position: int | None, bad_rank: int) -
         "weights": full_weights(engine),
         "state": state_of(engine),
     }
-
-
-def state_of(engine: Any) -> list[Tensor]:
-    states = engine.optimizer.optimizer.state.values()
-    return [tensor.clone() for state in states for tensor in state.values()]
 
 
 @pytest.mark.parametrize("position", [0, 1, 2, 3])

@@ -13,11 +13,18 @@ from torch import Tensor, nn
 
 from ds_muon import muon_update
 from ds_muon.verify import UpdateCheck
-from tests.unit.ranks.test_normuon import variances
-from tests.unit.ranks.test_owners import owned
-from tests.unit.ranks.test_step import assert_equal, exact_gradients
-from tests.unit.support.models import PrescribedGradients, ds_config, full_momentum, full_weights, start, train_step
+from tests.unit.support.models import (
+    PrescribedGradients,
+    ds_config,
+    full_momentum,
+    full_weights,
+    start,
+    train_step,
+    variances,
+)
+from tests.unit.support.owners import owned
 from tests.unit.support.ranks import run_ranks
+from tests.unit.support.steps import assert_equal, exact_gradients
 
 # Four of a size in a row, of which two straddle at two ranks and at three.
 SHAPES = [(8, 8), (30, 20), (30, 20), (16, 36), (30, 20), (7, 9), (2, 3), (6,)]

@@ -115,6 +115,15 @@ def full_momentum(engine: Any) -> dict[str, Tensor]:
     return assembled(engine, [zero.optimizer.momentum_buffer(i) for i in range(len(zero.muon_groups))])
 
 
+def variances(engine: Any) -> dict[str, Tensor]:
+    zero = engine.optimizer
+    return {
+        matrix.name: group.row_variance.of(zero.optimizer.row_variance(i), matrix.name).cpu()
+        for i, (group, plan) in enumerate(zip(zero.muon_groups, zero.plan.groups, strict=True))
+        for matrix in plan.matrices
+    }
+
+
 def assembled(engine: Any, flats: Sequence[Tensor]) -> dict[str, Tensor]:
     """What partitions of the first param groups hold of every parameter, by name, on CPU."""
     zero = engine.optimizer

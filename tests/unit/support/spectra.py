@@ -29,6 +29,14 @@ def log_uniform(rows: int, cols: int, condition: float, seed: int = 0) -> Tensor
     return ((left * values) @ right.mT).float()
 
 
+def dominated(rows: int, cols: int, rest: float, seed: int) -> Tensor:
+    """One direction that outweighs the others: what the gradient of a small or badly scaled layer looks like."""
+    generator = torch.Generator().manual_seed(seed)
+    first = torch.randn(rows, 1, generator=generator) @ torch.randn(1, cols, generator=generator)
+    noise = torch.randn(rows, cols, generator=generator)
+    return first / first.norm() + rest * noise / noise.norm()
+
+
 def rank_deficient(rows: int, cols: int) -> tuple[Tensor, Tensor]:
     """Half of the rows twice, which is exactly deficient; and a product of rank 7, rounded."""
     half = gaussian(rows // 2, cols)
