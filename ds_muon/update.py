@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ds_muon.dtypes import name_of
 from ds_muon.orthogonalize import NewtonSchulz, orthogonalize
+from ds_muon.orthogonalize.defaults import NS_BACKEND, NS_COEFFICIENTS, NS_DTYPE, NS_EPS, NS_METHOD, NS_STEPS
 from ds_muon.passes import advance_momentum_, store_updates
 from ds_muon.plan.partition import Layout, out_and_in
 
@@ -90,12 +91,12 @@ def muon_update(
     momentum: float = 0.95,
     nesterov: bool = True,
     adjust_lr_fn: str = "original",
-    ns_steps: int = 5,
-    ns_method: str = "gram",
-    ns_coefficients: str | Sequence[Sequence[float]] = "quintic",
-    ns_dtype: str = "auto",
-    ns_eps: float = 1e-15,
-    ns_backend: str = "auto",
+    ns_steps: int = NS_STEPS,
+    ns_method: str = NS_METHOD,
+    ns_coefficients: str | Sequence[Sequence[float]] = NS_COEFFICIENTS,
+    ns_dtype: str = NS_DTYPE,
+    ns_eps: float = NS_EPS,
+    ns_backend: str = NS_BACKEND,
     row_variance: Tensor | None = None,
     beta2: float | None = None,
     layout: Layout = "out_in",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ds_muon.extras import OLDEST_TRITON, how_to_install
 from ds_muon.kernels.available import why_not
-from ds_muon.orthogonalize.newton_schulz import Backend, Iteration, Operations, gram, passes, squares
+from ds_muon.orthogonalize.newton_schulz import Backend, Iteration, gram_blocks
 from ds_muon.orthogonalize.torch_backend import TorchOperations, exact_products
 from ds_muon.say import log
 
@@ -113,11 +113,7 @@ def _trial(device: torch.device, dtype: torch.dtype) -> str | None:
     triples = [(3.4445, -4.7750, 2.0315)] * 3
 
     def by(backend: Backend, dtype: torch.dtype) -> Tensor:
-        def iterate(ops: Operations, x: Tensor, other: Tensor | None) -> Tensor:
-            return gram(x, triples, ops, other)
-
-        counts = passes(triples, dtype, "gram"), squares("gram")
-        result = backend.run(matrices, Iteration(iterate, *counts, "trial", dtype, eps=0.0))
+        result = backend.run(matrices, Iteration(gram_blocks(triples, dtype), dtype, eps=0.0))
         return result.to(torch.float32, copy=True)  # not what it lies in
 
     try:

@@ -204,7 +204,7 @@ class TritonBackend:
         def work(addresses: Tensor, memory: Tensor) -> None:
             _orthogonalize(addresses, layout, memory, aligned, iteration, self._tile)
 
-        key = (iteration.key, device, layout, aligned, iteration.eps)
+        key = (iteration, device, layout, aligned)
         self._graphs.run(key, addresses, memory, work)
         return layout.result(memory)
 
@@ -278,16 +278,16 @@ def _orthogonalize(
     """Normalize the matrices at ``addresses`` and iterate on them, in ``memory``; see ``newton_schulz.Backend.run``."""
     tall = layout.rows > layout.cols
 
-    def load(addresses: Tensor, *room: Tensor) -> tuple[TritonProducts, Tensor, Tensor]:
+    def load(addresses: Tensor, *room: Tensor) -> tuple[Tensor, TritonProducts, Tensor]:
         result, other, *rest = room
         squares, sums = rest[: layout.squares], rest[layout.squares :]
         # The passes write to both in turns, and the last one to the result.
         x, other = (other, result) if iteration.passes % 2 else (result, other)
         normalize(addresses, x, iteration.eps, sums, aligned=aligned)
-        return TritonProducts(squares, tile), x.mT if tall else x, other.mT if tall else other
+        return x.mT if tall else x, TritonProducts(squares, tile), other.mT if tall else other
 
-    def multiply(ready: tuple[TritonProducts, Tensor, Tensor]) -> None:
-        iteration.iterate(*ready)
+    def multiply(ready: tuple[Tensor, TritonProducts, Tensor]) -> None:
+        iteration.run(*ready)
 
     parts = min(_PARTS_IN_PARALLEL, layout.batch)
     rooms = zip(*(tensor.tensor_split(parts) for tensor in (addresses, *layout.tensors(memory))), strict=True)

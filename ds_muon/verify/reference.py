@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ds_muon.dtypes import name_of
 from ds_muon.orthogonalize import NewtonSchulz, orthogonalize, reference_newton_schulz, schedule
-from ds_muon.orthogonalize.newton_schulz import restart_blocks, uses_gram
+from ds_muon.orthogonalize.newton_schulz import blocks
 from ds_muon.passes import advance_momentum_
 from ds_muon.plan.partition import Layout
 from ds_muon.update import ROW_EPS, advance_row_variance, muon_update
@@ -159,13 +159,11 @@ class MuonReference:
 
         rows, cols = directions.shape[-2:]
         triples = schedule(rule.ns_coefficients, rule.ns_steps)
-        in_gram_form = uses_gram(rows, cols, rule.ns_method)
-        blocks = restart_blocks(triples, rule.ns_dtype) if in_gram_form else [[triple] for triple in triples]
         norm = torch.linalg.vector_norm(directions, dim=(-2, -1), keepdim=True)
         x = directions / norm.clamp_min(torch.finfo(torch.float64).tiny)
         x = rounded(x.mT.contiguous() if rows > cols else x)
         identity = torch.eye(min(rows, cols), dtype=x.dtype, device=x.device)
-        for block in blocks:
+        for block in blocks(rows, cols, triples, rule.ns_dtype, rule.ns_method):
             r, q = rounded(x @ x.mT), identity
             for a, b, c in block:
                 p = rounded(b * r + c * rounded(r @ r)) + a * identity
