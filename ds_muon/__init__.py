@@ -4,8 +4,8 @@ from ds_muon.config import DSMuonConfig, DSMuonConfigError
 from ds_muon.guard import NonFiniteUpdate
 from ds_muon.optimizer import DSMuon
 from ds_muon.orthogonalize import COEFFICIENTS, NewtonSchulz, reference_newton_schulz
-from ds_muon.owners import Rates
-from ds_muon.partition import FlatLayout, Plan, flat_layout, make_plan
+from ds_muon.plan.owners import Rates
+from ds_muon.plan.partition import FlatLayout, Plan, flat_layout, make_plan
 from ds_muon.refusals import DSMuonRefusal
 from ds_muon.registration import register
 from ds_muon.routing import Routing, RoutingError, route

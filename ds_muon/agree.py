@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -27,6 +28,8 @@ T = TypeVar("T")
 
 PATIENCE_SECONDS = 30.0
 """How long ranks wait without a word for one that has not come, and how long for one that does something else."""
+STRANGER_PATIENCE_SECONDS = 45.0
+"""How long they wait for one that has not even imported this package."""
 
 _LONGEST_VALUE = 120
 _RANKS_SHOWN = 8
@@ -169,12 +172,25 @@ def _listed(ranks: Sequence[int]) -> str:
 # ---- all ranks are there --------------------------------------------------------------------------------------------
 
 
+def leave_word() -> None:
+    """Let the other ranks know that this one has imported ds_muon. Needs a process group; never raises."""
+    with suppress(Exception):
+        store = _store() if dist.is_initialized() else None
+        if store is not None:
+            store.set(_imported(dist.get_rank()), "")
+
+
+def _imported(rank: int) -> str:
+    return f"ds_muon/imported/{rank}"
+
+
 class RollCall:
     """Whether all ranks are about to build an engine with DSMuon, asked before any of them enters a collective.
 
-    Of a rank that builds another engine in that place, the others learn through the store of the process group. Of one
-    that has not come at all they cannot tell whether it never will or only takes long to load its model: they wait for
-    it as long as in any collective, but say so. One instance per process.
+    Of a rank that builds another engine in that place, the others learn through the store of the process group. One
+    that has left no word that it imported this package will not come. Of any other that is missing they cannot tell
+    whether it only takes long to load its model: they wait for it as long as in any collective, but say so. One
+    instance per process.
     """
 
     def __init__(self) -> None:
@@ -195,8 +211,8 @@ class RollCall:
         """Return once every rank has called this as often as this rank.
 
         Raises:
-            DSMuonRefusal: a rank builds an engine without DSMuon instead, or did not come within the time-out of the
-                process group.
+            DSMuonRefusal: a rank builds an engine without DSMuon instead, has not imported ds_muon, or did not come
+                within the time-out of the process group.
             RuntimeError: the store is gone.
         """
         store = _store()
@@ -221,6 +237,7 @@ class RollCall:
         came_first = store.add(here, 1) == 1
         start = time.monotonic()
         elsewhere_since: float | None = None
+        strangers_after = STRANGER_PATIENCE_SECONDS
         warned = False
         pause = 0.001
         while store.add(here, 0) < world_size:
@@ -231,6 +248,9 @@ class RollCall:
             if elsewhere_since is not None and now - elsewhere_since > PATIENCE_SECONDS:
                 refusal = self._of_ranks_elsewhere(store, self._missing(store, here))
                 elsewhere_since = now  # they may have come meanwhile, and the one that is missing is another
+            if now - start > strangers_after:
+                refusal = refusal or self._of_strangers(store, self._missing(store, here), now - start)
+                strangers_after = math.inf
             if now - start > store.timeout.total_seconds():
                 refusal = self._of_ranks_missing(self._missing(store, here), now - start)
             if refusal is not None:
@@ -257,11 +277,21 @@ class RollCall:
             "DSMuon; read the same DeepSpeed config on every rank"
         )
 
+    def _of_strangers(self, store: Any, missing: Sequence[int], seconds: float) -> str | None:
+        strangers = [rank for rank in missing if not store.check([_imported(rank)])]
+        if not strangers:
+            return None
+        return (
+            f"ranks {_listed(strangers)} have not imported ds_muon, {seconds:.0f} s after rank {dist.get_rank()} came "
+            "to build its engine with DSMuon: put `import ds_muon` at the top of the script, and read the same "
+            "DeepSpeed config, on every rank; or they have ended with an error of their own (see their output)"
+        )
+
     def _of_ranks_missing(self, missing: Sequence[int], seconds: float) -> str:
         return (
             f"ranks {_listed(missing)} have not come to build their engine with DSMuon, for which rank "
             f"{dist.get_rank()} has waited for {seconds:.0f} s: they may still be loading the model or data, have "
-            "ended with an error of their own (see their output), read another DeepSpeed config, or not import ds_muon"
+            "ended with an error of their own (see their output), or build no engine"
         )
 
 

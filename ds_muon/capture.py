@@ -17,24 +17,20 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ds_muon.dtypes import name_of
 from ds_muon.files import writing
-from ds_muon.orthogonalize import WORKSPACE_BYTES, NewtonSchulz, schedule
+from ds_muon.orthogonalize import NewtonSchulz
 from ds_muon.say import log
 
 # Of the file's content; raised when it changes.
 FORMAT = 1
-
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
-# Of an iteration, as in the config: what a file claims decides how long its replay takes.
-_MOST_STEPS = 100
 
 _SWITCH = "DS_MUON_NAN_CAPTURE"
 _DEFAULT_FOLDER, _DEFAULT_MAX = "ds_muon_captures", 10
@@ -150,7 +146,7 @@ class NanCapture:
             "output": output.contiguous().cpu(),
             "rank": self._rank,
             "step": self._step,
-            "settings": asdict(settings) | {"dtype": str(settings.dtype).removeprefix("torch.")},
+            "settings": asdict(settings) | {"dtype": name_of(settings.dtype)},
             "device": torch.cuda.get_device_name(matrix.device) if matrix.is_cuda else str(matrix.device),
             "versions": {
                 "torch": str(torch.__version__),
@@ -164,94 +160,6 @@ class NanCapture:
         if not self._warned:
             log(f"capture on rank {self._rank}: {problem}")
         self._warned = True
-
-
-class CaptureError(ValueError):
-    """A file that is not a capture, or a damaged one."""
-
-
-@dataclass(frozen=True)
-class Capture:
-    """What a file holds.
-
-    Attributes:
-        input: (rows, cols) fp32, as it was before the iteration; on CPU.
-        output: (rows, cols), what the iteration made of it.
-        name: the parameter.
-        batch: how many matrices of its shape ran together.
-        rank, step: where and when; steps are counted from 1 since the process started.
-        settings: of the iteration; its backend need not be available here.
-        device: that it ran on.
-        versions: of the libraries.
-    """
-
-    input: Tensor
-    output: Tensor
-    name: str
-    batch: int
-    rank: int
-    step: int
-    settings: NewtonSchulz
-    device: str
-    versions: dict[str, str | None]
-
-
-def read_capture(path: Path) -> Capture:
-    """Read a file that ``NanCapture`` wrote, without running any code in it.
-
-    Raises:
-        CaptureError: it cannot be read, is damaged, or is something else.
-    """
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise CaptureError(f"{path}: {error.strerror or error}") from None
-    except Exception:  # whatever torch makes of a file that it did not write; its words advise to load it unsafely
-        raise CaptureError(f"{path} is damaged, or no capture of ds_muon") from None
-    if not isinstance(content, dict) or "ds_muon_capture" not in content:
-        raise CaptureError(f"{path} is not a capture: it was saved by something else")
-    found = content["ds_muon_capture"]
-    if not isinstance(found, int) or found != FORMAT:
-        raise CaptureError(f"{path} has format {found!s:.20}; this version reads format {FORMAT}")
-    try:
-        return _checked(content)
-    except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
-        raise CaptureError(f"{path} is a damaged capture: {error!r}") from None
-
-
-def _checked(content: dict[str, Any]) -> Capture:
-    """A capture of the right types and shapes. Raises whatever comes of others."""
-    settings = dict(content["settings"])
-    settings["dtype"] = _DTYPES[settings["dtype"]]
-    settings["triples"] = tuple((float(a), float(b), float(c)) for a, b, c in settings["triples"])
-    settings["eps"] = float(settings["eps"])
-    schedule(settings["triples"], len(settings["triples"]))
-    if len(settings["triples"]) > _MOST_STEPS:
-        raise ValueError(f"there is no iteration of {len(settings['triples'])} steps")
-    if settings["method"] not in ("gram", "standard") or not 0 <= settings["eps"] < 1:
-        raise ValueError(f"there is no iteration of method {settings['method']!r}, eps {settings['eps']}")
-    matrix, output = content["input"], content["output"]
-    for tensor in (matrix, output):
-        if tensor.ndim != 2 or tensor.layout != torch.strided or tensor.device.type != "cpu" or not tensor.numel():
-            raise ValueError("input and output are not matrices")
-        if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.itemsize:
-            raise ValueError("there is less data than the shapes tell")
-    if matrix.dtype != torch.float32 or matrix.shape != output.shape or not output.is_floating_point():
-        raise ValueError("the input is not in fp32, or the output has another shape or type")
-    batch = max(1, int(content["batch"]))
-    if batch > max(1, WORKSPACE_BYTES // (matrix.numel() * settings["dtype"].itemsize)):
-        raise ValueError(f"a batch of {batch} such matrices is more than is ever run at once")
-    return Capture(
-        input=matrix,
-        output=output,
-        name=str(content["name"]),
-        batch=batch,
-        rank=int(content["rank"]),
-        step=int(content["step"]),
-        settings=NewtonSchulz(**settings | {"backend": str(settings["backend"])}),
-        device=str(content["device"]),
-        versions={str(library): version for library, version in content["versions"].items()},
-    )
 
 
 def _unused_path(folder: Path, rank: int, matrix: Tensor) -> Path:

@@ -19,7 +19,7 @@ from ds_muon.agree import raise_together
 LAYOUT = "ds_muon_layout"
 """Of a checkpoint's shard: the ``layout`` that it was saved with."""
 
-Layout = list[list[tuple[str, int]]]
+Offsets = list[list[tuple[str, int]]]
 
 WEIGHTS_ONLY = (
     "To go on from its weights alone, with a new optimizer: engine.load_checkpoint(..., load_module_only=True), or "
@@ -28,7 +28,7 @@ WEIGHTS_ONLY = (
 )
 
 
-def layout(zero: Any) -> Layout:
+def layout(zero: Any) -> Offsets:
     """For each param group of a ZeRO optimizer, name and offset of its parameters in flat order."""
     groups = zip(zero.round_robin_bit16_groups, zero.round_robin_bit16_offsets, strict=True)
     return [
@@ -127,7 +127,7 @@ def _half(group: Mapping[str, Any]) -> str:
     return "Muon's" if group["use_muon"] else "AdamW's"
 
 
-def _other_parameters(saved: Layout, ours: Layout, model: set[str]) -> str | None:
+def _other_parameters(saved: Offsets, ours: Offsets, model: set[str]) -> str | None:
     """Parameters that are trained in one of the two only.
 
     Args:
@@ -158,7 +158,7 @@ def _some(names: Sequence[str]) -> str:
     return f"{names[0]!r} and {len(names) - 1} more parameter{'s' if len(names) > 2 else ''} are"
 
 
-def _other_groups(saved: Layout, ours: Layout, halves: Sequence[str], our_halves: Sequence[str]) -> str | None:
+def _other_groups(saved: Offsets, ours: Offsets, halves: Sequence[str], our_halves: Sequence[str]) -> str | None:
     group_of = {name: i for i, group in enumerate(ours) for name, _ in group}
     for i, group in enumerate(saved):
         for name, _ in group:
@@ -176,7 +176,7 @@ def _other_groups(saved: Layout, ours: Layout, halves: Sequence[str], our_halves
     return None
 
 
-def _other_places(saved: Layout, ours: Layout) -> str | None:
+def _other_places(saved: Offsets, ours: Offsets) -> str | None:
     """How flat buffers of the same parameters were laid out otherwise."""
     for theirs, mine in zip(saved, ours, strict=True):
         for (name, offset), (our_name, our_offset) in zip(theirs, mine, strict=True):

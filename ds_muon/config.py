@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from ds_muon.orthogonalize import COEFFICIENTS, NewtonSchulz
 from ds_muon.orthogonalize.coefficients import LARGEST
+from ds_muon.orthogonalize.defaults import NS_BACKEND, NS_COEFFICIENTS, NS_DTYPE, NS_EPS, NS_METHOD, NS_STEPS
 from ds_muon.say import printable
 
 # bf16 has 8 significant bits: where (1 - momentum) times an element is less than half of its last one, the buffer no
@@ -96,16 +97,17 @@ class DSMuonConfig(BaseModel):
     adjust_lr_fn: Literal["original", "match_rms_adamw", "none"] = Field(
         "original", description='"original", "match_rms_adamw" or "none"'
     )
-    ns_method: Literal["gram", "standard"] = Field("gram", description='"gram" or "standard"')
-    ns_steps: int = Field(5, ge=1, le=100, description="an integer from 1 to 100, such as 5")
+    ns_method: Literal["gram", "standard"] = Field(NS_METHOD, description='"gram" or "standard"')
+    ns_steps: int = Field(NS_STEPS, ge=1, le=100, description="an integer from 1 to 100, such as 5")
     ns_coefficients: str | tuple[tuple[float, float, float], ...] = Field(
-        "quintic", description=f"one of {', '.join(map(json.dumps, COEFFICIENTS))}, or a list of triples [a, b, c]"
+        NS_COEFFICIENTS,
+        description=f"one of {', '.join(map(json.dumps, COEFFICIENTS))}, or a list of triples [a, b, c]",
     )
     ns_dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        "auto", description='"auto", "bfloat16", "float16" or "float32"'
+        NS_DTYPE, description='"auto", "bfloat16", "float16" or "float32"'
     )
-    ns_backend: Literal["auto", "torch", "triton"] = Field("auto", description='"auto", "torch" or "triton"')
-    ns_eps: Fraction = Field(1e-15, description="a number from 0 to below 1, such as 1e-15")
+    ns_backend: Literal["auto", "torch", "triton"] = Field(NS_BACKEND, description='"auto", "torch" or "triton"')
+    ns_eps: Fraction = Field(NS_EPS, description="a number from 0 to below 1, such as 1e-15")
     momentum_dtype: Literal["float32", "bfloat16"] = Field("float32", description='"float32" or "bfloat16"')
     muon_params: tuple[Pattern, ...] = Field((), description=_PATTERNS)
     adamw_params: tuple[Pattern, ...] = Field((), description=_PATTERNS)

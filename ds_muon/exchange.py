@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_muon.orthogonalize import NewtonSchulz
-from ds_muon.partition import GroupPlan, Matrix, Slice
+from ds_muon.plan.partition import GroupPlan, Matrix, Slice
 
 
 @dataclass(frozen=True)

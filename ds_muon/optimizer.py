@@ -11,12 +11,11 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from ds_muon.config import DSMuonConfig
+from ds_muon.dtypes import DTYPES
 from ds_muon.learning_rates import GroupRate
 from ds_muon.param_groups import GROUP_KEYS
 from ds_muon.passes import Where, advance_momentum_, apply_update_
 from ds_muon.routing import Routing
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 LARGEST_IN_LIST = 2**30
 """Elements of a tensor in one of torch's operations on lists, its fused AdamW among them: before torch 2.8 those count
@@ -97,7 +96,7 @@ class DSMuon(Optimizer):
         for i, group in enumerate(self.param_groups):
             for p in group["params"]:
                 if group["use_muon"]:
-                    dtype = _DTYPES[self.config.momentum_dtype]
+                    dtype = DTYPES[self.config.momentum_dtype]
                     self.state[p] = {"momentum_buffer": torch.zeros_like(p, dtype=dtype, requires_grad=False)}
                     if self.config.variant == "normuon":
                         # A column: ZeRO takes state of the flat partition's own shape for a piece of the parameters.

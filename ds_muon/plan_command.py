@@ -7,13 +7,13 @@ import sys
 from dataclasses import replace
 from importlib.util import find_spec
 
-from ds_muon import planner
+from ds_muon import plan_cost
 from ds_muon.bench.chart import draw_costs
 from ds_muon.extras import how_to_install
 from ds_muon.files import keep, write_text
 from ds_muon.options import add_outputs, positive, rate
 from ds_muon.orthogonalize import BACKENDS
-from ds_muon.owners import RATES, Rates
+from ds_muon.plan.owners import RATES, Rates
 from ds_muon.say import tell
 from ds_muon.text import json_text
 from ds_muon.verify.outcome import COULD_NOT_RUN
@@ -21,13 +21,13 @@ from ds_muon.verify.outcome import COULD_NOT_RUN
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Those of ``ds-muon plan``."""
-    parser.description = planner.__doc__
+    parser.description = plan_cost.__doc__
     parser.add_argument(
         "models",
         nargs="+",
         metavar="MODEL",
-        choices=planner.MODELS,
-        help=f"whose matrices, as one param group: {', '.join(planner.MODELS)}",
+        choices=plan_cost.MODELS,
+        help=f"whose matrices, as one param group: {', '.join(plan_cost.MODELS)}",
     )
     parser.add_argument(
         "--world-size", type=positive, nargs="+", metavar="N", default=[2**i for i in range(13)],
@@ -59,18 +59,18 @@ def run(options: argparse.Namespace) -> int:
     elif backend == "triton" and find_spec("triton") is None:
         tell(f"ds-muon plan: --ns-backend triton needs Triton: {how_to_install('triton')}", to=sys.stderr)
         return COULD_NOT_RUN
-    settings = replace(planner.default_settings(), backend=backend)
+    settings = replace(plan_cost.default_settings(), backend=backend)
     rates = Rates(1e12 * options.tflops, 1e9 * options.link)
-    costs: dict[str, list[planner.StepCost]] = {}
+    costs: dict[str, list[plan_cost.StepCost]] = {}
     for model in options.models:
-        shapes = planner.MODELS[model]()
-        costs[model] = [planner.step_cost(shapes, size, settings, rates=rates) for size in options.world_size]
+        shapes = plan_cost.MODELS[model]()
+        costs[model] = [plan_cost.step_cost(shapes, size, settings, rates=rates) for size in options.world_size]
         elements = sum(rows * cols for _, (rows, cols) in shapes)
         tell(
             f"{model}: {len(shapes)} matrices, {elements / 1e9:.2f}B elements; defaults on a GPU "
             f"({options.tflops:g} TFLOP/s and {options.link:g} GB/s per rank), {backend} backend\n"
         )
-        tell(f"{planner.table(costs[model])}\n")
+        tell(f"{plan_cost.table(costs[model])}\n")
     kept = []
     if options.json is not None:
         text = json_text(costs, indent=1) + "\n"

@@ -2,7 +2,8 @@
 
 Nine methods of ``DeepSpeedEngine`` are wrapped, and the constructors of the schedulers that take one number for all
 param groups. Each wrapper does its part for an engine whose optimizer type is DSMuon, or for a scheduler of DSMuon, and
-for any other does what DeepSpeed or torch does.
+for any other does what DeepSpeed or torch does. After ``torch.distributed.init_process_group`` a rank leaves word in
+the group's store that it has imported this package.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from torch import nn
 from torch.optim import lr_scheduler as torch_schedulers
 
-from ds_muon.agree import RollCall, agree, gather, raise_together
+from ds_muon.agree import RollCall, agree, gather, leave_word, raise_together
 from ds_muon.checkpoint import check_before_loading
 from ds_muon.config import DSMuonConfig, DSMuonConfigError
 from ds_muon.learning_rates import DEEPSPEED_SCHEDULES, TORCH_SCHEDULES, far_off
@@ -161,6 +162,19 @@ def register() -> None:
             _wrap(getattr(module, name), "__init__", functools.partial(build, schedule))
             if schedule.momentum_method:
                 _wrap(getattr(module, name), schedule.momentum_method, cycle_momentum)
+    _leave_word_in_every_process_group()
+
+
+def _leave_word_in_every_process_group() -> None:
+    original = dist.init_process_group
+
+    @functools.wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        leave_word()
+
+    dist.init_process_group = init_process_group
+    leave_word()
 
 
 def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:

@@ -8,12 +8,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_muon.capture import Capture, CaptureError, read_capture
-from ds_muon.orthogonalize import BACKENDS, NewtonSchulz, batches, orthogonalize, reference_newton_schulz
+from ds_muon.capture import FORMAT
+from ds_muon.dtypes import DTYPES, name_of
+from ds_muon.orthogonalize import (
+    BACKENDS,
+    WORKSPACE_BYTES,
+    NewtonSchulz,
+    batches,
+    orthogonalize,
+    reference_newton_schulz,
+    schedule,
+)
 from ds_muon.orthogonalize.backends import problem
 from ds_muon.say import printable, tell
 from ds_muon.text import columns
@@ -28,12 +38,109 @@ Exit code: 0 if everything is right, also where the fault is not reproduced; 1 i
 coefficients are at fault; 2 if a file could not be read, or what it was saved with cannot run here.
 """
 
+# Of an iteration, as in the config: what a file claims decides how long its replay takes.
+_MOST_STEPS = 100
+
 # Of what rounding the input to the iteration's dtype alone changes, the iteration may change so many times as much: it
 # rounds after each of its products. Measured: up to 7.
 _ROUNDINGS = 16
 
 _HEADER = ("backend", "dtype", "form", "result", "error", "allowed", "orthogonality", "first bad iteration")
 _COLUMNS = "<8 <8 <8 <10 <8 <8 <13 <"  # wide enough for any cell: each line is shown as it comes
+
+
+# ---- what a file holds ----------------------------------------------------------------------------------------------
+
+
+class CaptureError(ValueError):
+    """A file that is not a capture, or a damaged one."""
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What a file holds.
+
+    Attributes:
+        input: (rows, cols) fp32, as it was before the iteration; on CPU.
+        output: (rows, cols), what the iteration made of it.
+        name: the parameter.
+        batch: how many matrices of its shape ran together.
+        rank, step: where and when; steps are counted from 1 since the process started.
+        settings: of the iteration; its backend need not be available here.
+        device: that it ran on.
+        versions: of the libraries.
+    """
+
+    input: Tensor
+    output: Tensor
+    name: str
+    batch: int
+    rank: int
+    step: int
+    settings: NewtonSchulz
+    device: str
+    versions: dict[str, str | None]
+
+
+def read_capture(path: Path) -> Capture:
+    """Read a file that ``NanCapture`` wrote, without running any code in it.
+
+    Raises:
+        CaptureError: it cannot be read, is damaged, or is something else.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise CaptureError(f"{path}: {error.strerror or error}") from None
+    except Exception:  # whatever torch makes of a file that it did not write; its words advise to load it unsafely
+        raise CaptureError(f"{path} is damaged, or no capture of ds_muon") from None
+    if not isinstance(content, dict) or "ds_muon_capture" not in content:
+        raise CaptureError(f"{path} is not a capture: it was saved by something else")
+    found = content["ds_muon_capture"]
+    if not isinstance(found, int) or found != FORMAT:
+        raise CaptureError(f"{path} has format {found!s:.20}; this version reads format {FORMAT}")
+    try:
+        return _checked(content)
+    except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise CaptureError(f"{path} is a damaged capture: {error!r}") from None
+
+
+def _checked(content: dict[str, Any]) -> Capture:
+    """A capture of the right types and shapes. Raises whatever comes of others."""
+    settings = dict(content["settings"])
+    settings["dtype"] = DTYPES[settings["dtype"]]
+    settings["triples"] = tuple((float(a), float(b), float(c)) for a, b, c in settings["triples"])
+    settings["eps"] = float(settings["eps"])
+    schedule(settings["triples"], len(settings["triples"]))
+    if len(settings["triples"]) > _MOST_STEPS:
+        raise ValueError(f"there is no iteration of {len(settings['triples'])} steps")
+    if settings["method"] not in ("gram", "standard") or not 0 <= settings["eps"] < 1:
+        raise ValueError(f"there is no iteration of method {settings['method']!r}, eps {settings['eps']}")
+    matrix, output = content["input"], content["output"]
+    for tensor in (matrix, output):
+        if tensor.ndim != 2 or tensor.layout != torch.strided or tensor.device.type != "cpu" or not tensor.numel():
+            raise ValueError("input and output are not matrices")
+        if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.itemsize:
+            raise ValueError("there is less data than the shapes tell")
+    if matrix.dtype != torch.float32 or matrix.shape != output.shape or not output.is_floating_point():
+        raise ValueError("the input is not in fp32, or the output has another shape or type")
+    batch = max(1, int(content["batch"]))
+    if batch > max(1, WORKSPACE_BYTES // (matrix.numel() * settings["dtype"].itemsize)):
+        raise ValueError(f"a batch of {batch} such matrices is more than is ever run at once")
+    return Capture(
+        input=matrix,
+        output=output,
+        name=str(content["name"]),
+        batch=batch,
+        rank=int(content["rank"]),
+        step=int(content["step"]),
+        settings=NewtonSchulz(**settings | {"backend": str(settings["backend"])}),
+        device=str(content["device"]),
+        versions={str(library): version for library, version in content["versions"].items()},
+    )
+
+
+# ---- its input, through everything that runs here -------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -126,7 +233,7 @@ def attempts(capture: Capture, device: torch.device) -> Iterator[Attempt]:
 
 def _key(settings: NewtonSchulz, matrix: Tensor) -> tuple[str, str, str]:
     rows, cols = matrix.shape
-    return settings.backend, str(settings.dtype).removeprefix("torch."), settings.form(rows, cols)
+    return settings.backend, name_of(settings.dtype), settings.form(rows, cols)
 
 
 def _attempt(

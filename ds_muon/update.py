@@ -25,9 +25,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ds_muon.dtypes import name_of
 from ds_muon.orthogonalize import NewtonSchulz, orthogonalize
-from ds_muon.partition import Layout, out_and_in
+from ds_muon.orthogonalize.defaults import NS_BACKEND, NS_COEFFICIENTS, NS_DTYPE, NS_EPS, NS_METHOD, NS_STEPS
 from ds_muon.passes import advance_momentum_, store_updates
+from ds_muon.plan.partition import Layout, out_and_in
 
 # Guards the division by the root of a row's second moment, which is zero for a row that never had a gradient. O is the
 # same for any scale of the gradient, so this number breaks no scale invariance.
@@ -89,12 +91,12 @@ def muon_update(
     momentum: float = 0.95,
     nesterov: bool = True,
     adjust_lr_fn: str = "original",
-    ns_steps: int = 5,
-    ns_method: str = "gram",
-    ns_coefficients: str | Sequence[Sequence[float]] = "quintic",
-    ns_dtype: str = "auto",
-    ns_eps: float = 1e-15,
-    ns_backend: str = "auto",
+    ns_steps: int = NS_STEPS,
+    ns_method: str = NS_METHOD,
+    ns_coefficients: str | Sequence[Sequence[float]] = NS_COEFFICIENTS,
+    ns_dtype: str = NS_DTYPE,
+    ns_eps: float = NS_EPS,
+    ns_backend: str = NS_BACKEND,
     row_variance: Tensor | None = None,
     beta2: float | None = None,
     layout: Layout = "out_in",
@@ -126,7 +128,7 @@ def muon_update(
         )
     device = grad.device
     if not grad.is_floating_point():
-        raise ValueError(f"muon_update needs a gradient of floats, got {_name(grad.dtype)}")
+        raise ValueError(f"muon_update needs a gradient of floats, got {name_of(grad.dtype)}")
     if (
         momentum_buffer.dtype not in (torch.float32, torch.bfloat16)
         or not momentum_buffer.is_contiguous()
@@ -134,7 +136,7 @@ def muon_update(
     ):
         raise ValueError(
             f"muon_update needs a contiguous momentum_buffer in float32 or bfloat16 on {device}, got one "
-            f"in {_name(momentum_buffer.dtype)} with strides {momentum_buffer.stride()} on {momentum_buffer.device}"
+            f"in {name_of(momentum_buffer.dtype)} with strides {momentum_buffer.stride()} on {momentum_buffer.device}"
         )
     if not 0 <= momentum < 1:
         raise ValueError(f"momentum = {momentum!r}: set a number from 0 to below 1, such as 0.95")
@@ -151,7 +153,7 @@ def muon_update(
     ):
         raise ValueError(
             f"muon_update needs a row_variance of shape {(rows,)} in float32 on {device}, "
-            f"got {tuple(row_variance.shape)} in {_name(row_variance.dtype)} on {row_variance.device}"
+            f"got {tuple(row_variance.shape)} in {name_of(row_variance.dtype)} on {row_variance.device}"
         )
     settings = NewtonSchulz.resolve(
         device,
@@ -175,7 +177,3 @@ def muon_update(
     update = direction
     store_updates(output[None], [update], scale=scale, factors=factors)
     return update
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -24,15 +24,16 @@ from torch import Tensor
 from ds_muon.agree import gather, raise_together
 from ds_muon.capture import NanCapture
 from ds_muon.checkpoint import LAYOUT, layout
+from ds_muon.dtypes import name_of
 from ds_muon.exchange import element_bytes
 from ds_muon.guard import Findings, StepGuard, Verdict
+from ds_muon.muon_group import MuonGroup, in_turns
 from ds_muon.optimizer import LARGEST_IN_LIST, DSMuon
 from ds_muon.orthogonalize import release
-from ds_muon.partition import Plan, flat_layout, make_plan, out_and_in
 from ds_muon.passes import sum_of_squares
+from ds_muon.plan.partition import Plan, flat_layout, make_plan, out_and_in
 from ds_muon.refusals import NO_GRADIENTS, SUPPORTED_DEEPSPEED, DSMuonRefusal, nothing_to_step_on, step_refusal
 from ds_muon.say import printable
-from ds_muon.stage import MuonGroup, in_turns
 
 if TYPE_CHECKING:
     from ds_muon.verify.in_training import TrainingCheck
@@ -336,7 +337,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
             return f"{what}: its momentum is not finite"
         return (
             f"{what}: Newton-Schulz on rank {first.owner}, {settings.backend} backend, "
-            f"{str(settings.dtype).removeprefix('torch.')}, {settings.form(first.rows, first.cols)} form"
+            f"{name_of(settings.dtype)}, {settings.form(first.rows, first.cols)} form"
         )
 
     def _clip_adamw_(self, gradients: Sequence[Tensor], squares: Sequence[float]) -> None:

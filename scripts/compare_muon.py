@@ -21,7 +21,7 @@ from deepspeed.runtime.zero.muon import original_muon
 from torch import Tensor, nn
 
 import ds_muon
-from ds_muon import stage
+from ds_muon import muon_group
 from ds_muon.update import update_scale
 
 LR = 0.02
@@ -109,7 +109,7 @@ def orthogonalizations(optimizer: str) -> str:
     shapes = [(64, 64)] * 5
     engine = start(optimizer, shapes)
     count = torch.zeros(1, device=engine.device)
-    theirs, ours = original_muon.muon_update, stage.orthogonalize_batch
+    theirs, ours = original_muon.muon_update, muon_group.orthogonalize_batch
 
     def count_theirs(*args: Any, **kwargs: Any) -> Tensor:
         count.add_(1)
@@ -121,7 +121,7 @@ def orthogonalizations(optimizer: str) -> str:
 
     with (
         mock.patch.object(original_muon, "muon_update", count_theirs),
-        mock.patch.object(stage, "orthogonalize_batch", count_ours),
+        mock.patch.object(muon_group, "orthogonalize_batch", count_ours),
     ):
         engine.backward(engine(gradients_of(shapes, engine.device)))
         engine.step()

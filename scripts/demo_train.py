@@ -32,8 +32,8 @@ from tqdm import tqdm
 
 import ds_muon  # noqa: F401  registers DSMuon
 from ds_muon.files import check_writable, keep, write_text, writing
+from ds_muon.sample.gpt import GPT, GPTConfig
 from ds_muon.verify import UpdateCheck, UpdateRecord
-from ds_muon.verify.gpt import GPT, GPTConfig
 
 SEED = 0
 CHECKED_STEPS = 3

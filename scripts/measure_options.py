@@ -23,7 +23,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 import ds_muon  # noqa: F401  registers DSMuon
-from ds_muon.verify.gpt import GPT, GPTConfig
+from ds_muon.sample.gpt import GPT, GPTConfig
 
 WARMUP = 5
 

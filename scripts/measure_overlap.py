@@ -27,9 +27,9 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
-from ds_muon import stage, zero
+from ds_muon import muon_group, zero
 from ds_muon.exchange import Exchange
-from ds_muon.verify.gpt import GPT, GPTConfig
+from ds_muon.sample.gpt import GPT, GPTConfig
 
 WARMUP = 3
 WAYS = ("each transfer waited for", "overlap within a group", "overlap of all groups")
@@ -52,7 +52,7 @@ def build(layers: int, width: int, tokens: int) -> Any:
     return engine
 
 
-def one_by_one(groups: Sequence[stage.MuonGroup], begin: Callable[[int], object]) -> None:
+def one_by_one(groups: Sequence[muon_group.MuonGroup], begin: Callable[[int], object]) -> None:
     for index, group in enumerate(groups):
         begin(index)
         group.run()
@@ -72,7 +72,7 @@ def in_the_way_of(way: str) -> Iterator[None]:
     with (
         patch.object(Exchange, "gather", waiting(Exchange.gather)),
         patch.object(Exchange, "scatter", waiting(Exchange.scatter)),
-        patch.object(zero, "in_turns", stage.in_turns if way == WAYS[2] else one_by_one),
+        patch.object(zero, "in_turns", muon_group.in_turns if way == WAYS[2] else one_by_one),
     ):
         yield
 

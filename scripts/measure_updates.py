@@ -21,8 +21,8 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 import ds_muon  # noqa: F401  registers DSMuon
+from ds_muon.sample.gpt import GPT, GPTConfig
 from ds_muon.verify import UpdateCheck, UpdateRecord
-from ds_muon.verify.gpt import GPT, GPTConfig
 from ds_muon.verify.subject import built_in_batches
 
 DTYPES = {

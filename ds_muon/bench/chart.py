@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ds_muon.files import writing
-from ds_muon.planner import StepCost
+from ds_muon.plan_cost import StepCost
 
 _COLOURS = ("#0072b2", "#56b4e9", "#999999", "#e69f00", "#ddcc77", "#882255", "#cc79a7", "#009e73")
 

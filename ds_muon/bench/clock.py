@@ -8,6 +8,8 @@ from functools import partial
 
 import torch
 
+from ds_muon.dtypes import name_of
+
 # Side and dtype of the matmul.
 YARDSTICK = {"cuda": (8192, torch.bfloat16), "cpu": (512, torch.float32)}
 
@@ -59,4 +61,4 @@ class Yardstick:
         return 2 * self.side**3 / (1e-3 * ms)
 
     def __str__(self) -> str:
-        return f"{self.side}^3 {str(self.dtype).removeprefix('torch.')} matmul"
+        return f"{self.side}^3 {name_of(self.dtype)} matmul"

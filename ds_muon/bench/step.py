@@ -32,16 +32,16 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
-from ds_muon import planner
+from ds_muon import plan_cost
 from ds_muon.bench.chart import draw_bars
 from ds_muon.bench.parts import PARTS
 from ds_muon.config import DSMuonConfig, DSMuonConfigError
 from ds_muon.files import keep, write_text
-from ds_muon.launch import RanksFailed, placement, run_ranks
+from ds_muon.ranks import RanksFailed, placement, run_ranks
 from ds_muon.say import tell
 from ds_muon.text import columns, json_text
 
-MODELS = {"tiny": (3, 128), **{name.removeprefix("gpt-"): size for name, size in planner.GPTS.items()}}
+MODELS = {"tiny": (3, 128), **{name.removeprefix("gpt-"): size for name, size in plan_cost.GPTS.items()}}
 """Layers and width: a tiny one for CPUs, and the planner's. An odd number of layers straddles two ranks."""
 
 CANDIDATES = {

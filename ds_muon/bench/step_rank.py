@@ -42,9 +42,9 @@ from ds_muon.bench.step import (
 )
 from ds_muon.exchange import element_bytes
 from ds_muon.files import write_text
-from ds_muon.launch import finish, say_progress, say_why
-from ds_muon.verify.gpt import GPT, GPTConfig
-from ds_muon.verify.subject import draw_windows, standard_library
+from ds_muon.ranks import finish, say_progress, say_why
+from ds_muon.sample.gpt import GPT, GPTConfig
+from ds_muon.sample.text import draw_windows, standard_library
 from ds_muon.version import VERSION
 
 SEED = 0

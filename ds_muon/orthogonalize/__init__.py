@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from ds_muon.dtypes import DTYPES
 from ds_muon.orthogonalize import newton_schulz
 from ds_muon.orthogonalize.backends import BACKENDS, choose_backend, release
 from ds_muon.orthogonalize.coefficients import COEFFICIENTS, CoefficientTable, Triple, schedule
+from ds_muon.orthogonalize.defaults import NS_BACKEND, NS_COEFFICIENTS, NS_DTYPE, NS_EPS, NS_METHOD, NS_STEPS
+from ds_muon.orthogonalize.newton_schulz import Iteration
 from ds_muon.orthogonalize.reference import reference_newton_schulz
 from ds_muon.orthogonalize.torch_backend import exact_products
 
@@ -39,7 +43,7 @@ class NewtonSchulz:
 
     Attributes:
         triples: coefficients of each step.
-        method: ``"gram"`` or ``"standard"``, see ``newton_schulz.uses_gram``.
+        method: ``"gram"`` or ``"standard"``, see ``newton_schulz.blocks``.
         dtype: dtype of the iteration and of its result.
         eps: guards the division by a zero norm, and nothing else.
         backend: a name in ``BACKENDS``.
@@ -56,12 +60,12 @@ class NewtonSchulz:
         cls,
         device: torch.device,
         *,
-        ns_steps: int = 5,
-        ns_method: str = "gram",
-        ns_coefficients: str | Sequence[Sequence[float]] = "quintic",
-        ns_dtype: str = "auto",
-        ns_eps: float = 1e-15,
-        ns_backend: str = "auto",
+        ns_steps: int = NS_STEPS,
+        ns_method: str = NS_METHOD,
+        ns_coefficients: str | Sequence[Sequence[float]] = NS_COEFFICIENTS,
+        ns_dtype: str = NS_DTYPE,
+        ns_eps: float = NS_EPS,
+        ns_backend: str = NS_BACKEND,
     ) -> NewtonSchulz:
         """Settle ``"auto"``: fp16 on accelerators, where it costs what bf16 costs with 8 times less error, else fp32.
 
@@ -71,8 +75,7 @@ class NewtonSchulz:
         """
         if ns_method not in ("gram", "standard"):
             raise ValueError(f'ns_method = {ns_method!r}: choose "gram" or "standard"')
-        dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-        dtypes["auto"] = torch.float32 if device.type == "cpu" else torch.float16
+        dtypes = {**DTYPES, "auto": torch.float32 if device.type == "cpu" else torch.float16}
         if ns_dtype not in dtypes:
             raise ValueError(f"ns_dtype = {ns_dtype!r}: choose one of {sorted(dtypes)}")
         if not 0 <= ns_eps < 1:
@@ -81,19 +84,23 @@ class NewtonSchulz:
         backend = choose_backend(ns_backend, device, dtype)
         return cls(schedule(ns_coefficients, ns_steps), ns_method, dtype, ns_eps, backend)
 
+    def iteration(self, rows: int, cols: int) -> Iteration:
+        """What runs for matrices of this shape."""
+        return _iteration(self, rows, cols)
+
     def cost(self, rows: int, cols: int) -> int:
         """Floating-point operations for one (rows, cols) matrix."""
-        return newton_schulz.flops(rows, cols, self.triples, self.dtype, self.method)
+        return self.iteration(rows, cols).flops(rows, cols)
 
     def form(self, rows: int, cols: int) -> str:
-        """``"gram"`` or ``"standard"``: the form in which a (rows, cols) matrix is iterated on.
+        """``"gram"`` or ``"standard"``: the form in which a (rows, cols) matrix is iterated on."""
+        return self.iteration(rows, cols).form
 
-        A Gram form that restarts in every step is the standard form, and called so.
-        """
-        if not newton_schulz.uses_gram(rows, cols, self.method):
-            return "standard"
-        restarts = newton_schulz.passes(self.triples, self.dtype, "gram")
-        return "gram" if restarts < len(self.triples) else "standard"
+
+@lru_cache(maxsize=1024)
+def _iteration(settings: NewtonSchulz, rows: int, cols: int) -> Iteration:
+    blocks = newton_schulz.blocks(rows, cols, settings.triples, settings.dtype, settings.method)
+    return Iteration(blocks, settings.dtype, settings.eps)
 
 
 def orthogonalize(matrices: Sequence[Tensor], settings: NewtonSchulz) -> list[Tensor]:
@@ -127,7 +134,7 @@ def batches(matrices: Sequence[Tensor], settings: NewtonSchulz) -> Iterator[Sequ
     for index, matrix in enumerate(matrices):
         by_shape.setdefault(matrix.shape, []).append(index)
     for (rows, cols), indices in by_shape.items():
-        squares = newton_schulz.squares(settings.form(rows, cols))
+        squares = settings.iteration(rows, cols).squares
         limit = max(1, WORKSPACE_BYTES // max(1, backend.workspace(rows, cols, settings.dtype, squares)))
         alone = backend.alone(matrices[indices[0]].device, settings.dtype)
         chunks = len(indices) if alone else -(-len(indices) // limit)
@@ -154,17 +161,7 @@ def orthogonalize_batch(matrices: Sequence[Tensor], settings: NewtonSchulz) -> T
     if rows * cols == 0:
         return torch.empty(len(matrices), rows, cols, dtype=settings.dtype, device=matrices[0].device)
     backend = BACKENDS[settings.backend]()
-    form = settings.form(rows, cols)
-    iterate = newton_schulz.gram if form == "gram" else newton_schulz.standard
-    iteration = newton_schulz.Iteration(
-        lambda ops, x, other: iterate(x, settings.triples, ops, other),
-        newton_schulz.passes(settings.triples, settings.dtype, form),
-        newton_schulz.squares(form),
-        key=(form, settings),
-        dtype=settings.dtype,
-        eps=settings.eps,
-    )
     exact = exact_products() if settings.dtype == torch.float32 else nullcontext()
     # The iteration has its own dtype: a caller's autocast must not choose another.
     with torch.no_grad(), torch.autocast(matrices[0].device.type, enabled=False), exact:
-        return backend.run(matrices, iteration)
+        return backend.run(matrices, settings.iteration(rows, cols))

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ds_muon.extras import OLDEST_TRITON, how_to_install
-from ds_muon.orthogonalize.newton_schulz import Backend, Iteration, Operations, gram, passes, squares
+from ds_muon.kernels.available import why_not
+from ds_muon.orthogonalize.newton_schulz import Backend, Iteration, gram_blocks
 from ds_muon.orthogonalize.torch_backend import TorchOperations, exact_products
 from ds_muon.say import log
 
@@ -71,7 +72,7 @@ def problem(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
         return "there is no such backend here"
     if name != "triton":
         return None
-    reason = _not_for(device)
+    reason = why_not(device)
     if reason is not None:
         return reason
     if find_spec("triton") is None:
@@ -81,22 +82,9 @@ def problem(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     return _trial(device, dtype)
 
 
-def _not_for(device: torch.device) -> str | None:
-    """Why no kernel can run on the device, whatever is installed."""
-    if device.type != "cuda":
-        return f"Triton needs a GPU, and this is {device.type}"
-    if not torch.cuda.is_available():
-        return "Triton needs a GPU, and torch finds none"
-    if torch.version.hip:
-        return "the Triton kernels are for NVIDIA GPUs, and this is an AMD one"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return f"Triton needs compute capability 8.0, and {torch.cuda.get_device_name(device)} has less"
-    return None
-
-
 def _why_not_tried(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why ``"auto"`` does not so much as try Triton; None where it does."""
-    reason = _not_for(device)
+    reason = why_not(device)
     if reason is not None:
         return reason
     if torch.cuda.get_device_capability(device)[0] != 9:
@@ -125,11 +113,7 @@ def _trial(device: torch.device, dtype: torch.dtype) -> str | None:
     triples = [(3.4445, -4.7750, 2.0315)] * 3
 
     def by(backend: Backend, dtype: torch.dtype) -> Tensor:
-        def iterate(ops: Operations, x: Tensor, other: Tensor | None) -> Tensor:
-            return gram(x, triples, ops, other)
-
-        counts = passes(triples, dtype, "gram"), squares("gram")
-        result = backend.run(matrices, Iteration(iterate, *counts, "trial", dtype, eps=0.0))
+        result = backend.run(matrices, Iteration(gram_blocks(triples, dtype), dtype, eps=0.0))
         return result.to(torch.float32, copy=True)  # not what it lies in
 
     try:

@@ -1,8 +1,9 @@
 """The Newton-Schulz iteration, written over four batched operations.
 
-Both forms apply the same polynomial to the singular values of X. ``standard`` multiplies X in every step. ``gram``
-(Dao-AILab, gram-newton-schulz, 2026) iterates on the small Gram matrix R = X X^T and multiplies X only where it
-restarts and at the end, which saves work when X is wide. A backend runs it with its own operations.
+Both forms apply the same polynomial to the singular values of X. The standard one multiplies X in every step. The Gram
+form (Dao-AILab, gram-newton-schulz, 2026) iterates on the small Gram matrix R = X X^T and multiplies X only where it
+restarts and at the end, which saves work when X is wide. Which one it is, and all that follows from it, is said by the
+blocks in which the steps run. A backend runs them with its own operations.
 
 Shapes: X is (batch, m, n) with m <= n; R, W, Q are (batch, m, m). Everything is in one dtype; products of
 half-precision operands accumulate in fp32, unless the user has allowed torch less.
@@ -11,7 +12,7 @@ half-precision operands accumulate in fp32, unless the user has allowed torch le
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,29 +29,79 @@ _ALLOWED_GROWTH = {torch.float32: 0.0, torch.float16: 0.07, torch.bfloat16: 0.05
 # Steps of a block after the first one. Measured: a third one doubles or triples the error, with any table.
 _LATER_STEPS = 2
 
-Iterate = Callable[["Operations", Tensor, Tensor | None], Tensor]
-"""``standard`` or ``gram`` with the coefficients settled: gets the products, X, and memory of its shape or None."""
+Block = tuple[Triple, ...]
+"""Steps of the iteration between two multiplications of X."""
 
 
 @dataclass(frozen=True)
 class Iteration:
-    """An iteration on a batch of matrices, as a backend gets it.
+    """An iteration on matrices of one shape, as a backend gets it. Equal ones launch the same work.
 
     Attributes:
-        iterate: gets X, transposed where the matrices are tall.
-        passes: how often ``iterate`` multiplies X.
-        squares: a (batch, m, m) result of the products may be overwritten by the result so many later.
-        key: says which iteration ``iterate`` is.
-        dtype: of the iteration.
+        blocks: the steps, in the order in which they run: see ``blocks``.
+        dtype: of the iteration and its result.
         eps: guards the division by a zero norm, and nothing else.
     """
 
-    iterate: Iterate
-    passes: int
-    squares: int
-    key: Hashable
+    blocks: tuple[Block, ...]
     dtype: torch.dtype
     eps: float
+
+    @property
+    def form(self) -> str:
+        """``"standard"``, where X is multiplied in every step, else ``"gram"``."""
+        return "gram" if any(len(block) > 1 for block in self.blocks) else "standard"
+
+    @property
+    def passes(self) -> int:
+        """How often X is multiplied."""
+        return len(self.blocks)
+
+    @property
+    def squares(self) -> int:
+        """A (batch, m, m) result of the products may be overwritten by the result so many later.
+
+        The standard form has R and W; the Gram form makes up to five between two uses of one.
+        """
+        return 5 if self.form == "gram" else 2
+
+    def flops(self, rows: int, cols: int) -> int:
+        """Floating-point operations of one matrix when symmetric products compute one triangle.
+
+        The measure by which work is balanced over ranks: at five steps ``20 m^3`` for a square and, with one restart,
+        ``14 m^3 + 6 m^2 n`` for a wide or tall matrix; less ``m^3`` for each triple with c = 0, which needs no ``R^2``.
+        """
+        m, n = sorted((rows, cols))
+        steps = [triple for block in self.blocks for triple in block]
+        polynomials = sum(c != 0 for _, _, c in steps)
+        return (polynomials + 3 * (len(steps) - self.passes)) * m**3 + 3 * self.passes * m * m * n
+
+    def run(self, x: Tensor, ops: Operations, other: Tensor | None = None) -> Tensor:
+        """The polynomials of all steps, one after another, of the singular values of X.
+
+        With ``W = a I + b R + c R^2`` a step maps ``X`` to ``W X`` and ``R`` to ``W R W``. Within a block, ``Q``
+        collects the factors that X has yet to be multiplied with. All of them are polynomials in R, hence symmetric,
+        and commute. A block of one step is the standard form.
+
+        Args:
+            x: (batch, m, n) with m <= n; not modified without ``other``.
+            ops: the products.
+            other: memory of its shape. The passes go to it and to ``x`` in turns, and nothing of that size is
+                allocated: the result lies in ``other`` after an odd number of passes, in ``x`` after an even one.
+        """
+        for block in self.blocks:
+            r = ops.symmetric(x, x.mT)
+            if len(block) == 1:
+                product = ops.step(r, block[0], x, other)
+            else:
+                q = w = ops.polynomial(r, block[0])
+                for triple in block[1:]:
+                    r = ops.symmetric(w, ops.symmetric(w, r))
+                    w = ops.polynomial(r, triple)
+                    q = ops.symmetric(w, q)
+                product = ops.product(q, x, other)
+            x, other = product, None if other is None else x
+        return x
 
 
 class Operations(Protocol):
@@ -105,58 +156,30 @@ class Backend(Protocol):
         """Backends that among them use each way of computing a product that this one may choose there."""
 
 
-def standard(x: Tensor, triples: Sequence[Triple], ops: Operations, other: Tensor | None = None) -> Tensor:
-    """``X <- (a I + b R + c R^2) X`` with ``R = X X^T``, once per triple.
+def blocks(rows: int, cols: int, triples: Sequence[Triple], dtype: torch.dtype, method: str) -> tuple[Block, ...]:
+    """How a (rows, cols) matrix is iterated on: with ``method`` "gram", in the Gram form where that pays."""
+    if pays_in_gram_form(rows, cols) and method == "gram":
+        return gram_blocks(triples, dtype)
+    return standard_blocks(triples)
 
-    Args:
-        x: (batch, m, n), not modified without ``other``.
-        other: memory of its shape. The passes go to it and to ``x`` in turns, and nothing of that size is allocated:
-            the result lies in ``other`` after an odd number of passes, in ``x`` after an even one.
+
+def standard_blocks(triples: Sequence[Triple]) -> tuple[Block, ...]:
+    """Every step by itself."""
+    return tuple((triple,) for triple in triples)
+
+
+def pays_in_gram_form(rows: int, cols: int) -> bool:
+    """From twice as long as wide on, for large matrices from 1.5 times: measured on H100 in fp16.
+
+    The operations are equal in number at ``rows == cols``, but more of those of the Gram form are small products. Where
+    the standard form is faster it is as accurate. Up to 16 rows the Gram form is not: of random matrices with 4 rows
+    and condition numbers from 10 to 1e4 one in seven was off by more than 0.01 in fp16, of those with 24 or 32 none.
     """
-    return _iterate(x, _blocks(triples, x.dtype, "standard"), ops, other)
+    m, n = sorted((rows, cols))
+    return m > 16 and n >= (1.5 if m >= 1536 else 2) * m
 
 
-def gram(x: Tensor, triples: Sequence[Triple], ops: Operations, other: Tensor | None = None) -> Tensor:
-    """The same polynomial through the Gram matrix, in ``restart_blocks``."""
-    return _iterate(x, _blocks(triples, x.dtype, "gram"), ops, other)
-
-
-def passes(triples: Sequence[Triple], dtype: torch.dtype, form: str) -> int:
-    """How often X is multiplied in ``form``, ``"standard"`` or ``"gram"``."""
-    return len(_blocks(triples, dtype, form))
-
-
-def squares(form: str) -> int:
-    """See ``Iteration``. The standard form has R and W; the Gram form makes up to five between two uses of one."""
-    return 5 if form == "gram" else 2
-
-
-def _blocks(triples: Sequence[Triple], dtype: torch.dtype, form: str) -> list[list[Triple]]:
-    return restart_blocks(triples, dtype) if form == "gram" else [[triple] for triple in triples]
-
-
-def _iterate(x: Tensor, blocks: Sequence[Sequence[Triple]], ops: Operations, other: Tensor | None) -> Tensor:
-    """With ``W = a I + b R + c R^2`` a step maps ``X`` to ``W X`` and ``R`` to ``W R W``.
-
-    Within a block, ``Q`` collects the factors that X has yet to be multiplied with. All of them are polynomials in R,
-    hence symmetric, and commute. A block of one step is the standard form.
-    """
-    for block in blocks:
-        r = ops.symmetric(x, x.mT)
-        if len(block) == 1:
-            product = ops.step(r, block[0], x, other)
-        else:
-            q = w = ops.polynomial(r, block[0])
-            for triple in block[1:]:
-                r = ops.symmetric(w, ops.symmetric(w, r))
-                w = ops.polynomial(r, triple)
-                q = ops.symmetric(w, q)
-            product = ops.product(q, x, other)
-        x, other = product, None if other is None else x
-    return x
-
-
-def restart_blocks(triples: Sequence[Triple], dtype: torch.dtype) -> list[list[Triple]]:
+def gram_blocks(triples: Sequence[Triple], dtype: torch.dtype) -> tuple[Block, ...]:
     """The steps between restarts of the Gram form.
 
     A step multiplies the rounding error on the small eigenvalues of R by ``a^2``, so the first block may go on while
@@ -165,38 +188,13 @@ def restart_blocks(triples: Sequence[Triple], dtype: torch.dtype) -> list[list[T
     one step shorter, and in fp32 every step is a block. Going on for longer makes the iteration diverge on matrices
     with a fast-falling spectrum.
     """
-    blocks: list[list[Triple]] = []
+    found: list[Block] = []
     growth = math.inf
     for triple in triples:
-        later = len(blocks) > 1 and len(blocks[-1]) == _LATER_STEPS
+        later = len(found) > 1 and len(found[-1]) == _LATER_STEPS
         if growth > _ALLOWED_GROWTH[dtype] or later:
-            blocks.append([])
+            found.append(())
             growth = torch.finfo(dtype).eps / 2
-        blocks[-1].append(triple)
+        found[-1] += (triple,)
         growth *= triple[0] ** 2
-    return blocks
-
-
-def flops(rows: int, cols: int, triples: Sequence[Triple], dtype: torch.dtype, method: str) -> int:
-    """Floating-point operations of one matrix when symmetric products compute one triangle.
-
-    The measure by which work is balanced over ranks: at five steps ``20 m^3`` for a square and, with one restart,
-    ``14 m^3 + 6 m^2 n`` for a wide or tall matrix; less ``m^3`` for each triple with c = 0, which needs no ``R^2``.
-    """
-    m, n = sorted((rows, cols))
-    polynomials = sum(c != 0 for _, _, c in triples) * m**3
-    if uses_gram(rows, cols, method):
-        blocks = len(restart_blocks(triples, dtype))
-        return polynomials + 3 * (len(triples) - blocks) * m**3 + 3 * blocks * m * m * n
-    return polynomials + 3 * len(triples) * m * m * n
-
-
-def uses_gram(rows: int, cols: int, method: str) -> bool:
-    """``"gram"`` pays from twice as long as wide on, for large matrices from 1.5 times: measured on H100 in fp16.
-
-    The operations are equal in number at ``rows == cols``, but more of those of the Gram form are small products. Where
-    the standard form is faster it is as accurate. Up to 16 rows the Gram form is not: of random matrices with 4 rows
-    and condition numbers from 10 to 1e4 one in seven was off by more than 0.01 in fp16, of those with 24 or 32 none.
-    """
-    m, n = sorted((rows, cols))
-    return method == "gram" and m > 16 and n >= (1.5 if m >= 1536 else 2) * m
+    return tuple(found)

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from ds_muon.orthogonalize.coefficients import schedule
+from ds_muon.orthogonalize.defaults import NS_COEFFICIENTS, NS_STEPS
 
 
 def reference_newton_schulz(
-    matrix: Tensor, *, ns_steps: int = 5, ns_coefficients: str | Sequence[Sequence[float]] = "quintic"
+    matrix: Tensor, *, ns_steps: int = NS_STEPS, ns_coefficients: str | Sequence[Sequence[float]] = NS_COEFFICIENTS
 ) -> Tensor:
     """The fp64 result for one matrix.
 

@@ -29,7 +29,7 @@ class TorchOperations:
     def run(self, matrices: Sequence[Tensor], iteration: Iteration) -> Tensor:
         x = normalize(matrices, iteration.dtype, iteration.eps)
         tall = x.shape[1] > x.shape[2]
-        return iteration.iterate(self, x.mT, None).mT if tall else iteration.iterate(self, x, None)
+        return iteration.run(x.mT, self).mT if tall else iteration.run(x, self)
 
     def release(self) -> None:
         """Nothing is kept."""

@@ -3,7 +3,7 @@
 Import this module only where Triton is installed, ``OLDEST_TRITON`` or newer.
 
 The result of a matrix does not depend on its batch: every tile accumulates in fp32 along all of K, upwards, and ends in
-the same expression (``triton_kernels``). ``choose_tile`` may therefore look at the batch without changing a bit.
+the same expression (``products``). ``choose_tile`` may therefore look at the batch without changing a bit.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ds_muon.kernel_launch import addresses_of, ceil_div, on
-from ds_muon.orthogonalize import triton_kernels
+from ds_muon.kernels import products
+from ds_muon.kernels.launch import addresses_of, ceil_div, on
 from ds_muon.orthogonalize.coefficients import Triple
 from ds_muon.orthogonalize.graphs import GraphCache, overlapped
 from ds_muon.orthogonalize.newton_schulz import Iteration
@@ -204,7 +204,7 @@ class TritonBackend:
         def work(addresses: Tensor, memory: Tensor) -> None:
             _orthogonalize(addresses, layout, memory, aligned, iteration, self._tile)
 
-        key = (iteration.key, device, layout, aligned, iteration.eps)
+        key = (iteration, device, layout, aligned)
         self._graphs.run(key, addresses, memory, work)
         return layout.result(memory)
 
@@ -278,16 +278,16 @@ def _orthogonalize(
     """Normalize the matrices at ``addresses`` and iterate on them, in ``memory``; see ``newton_schulz.Backend.run``."""
     tall = layout.rows > layout.cols
 
-    def load(addresses: Tensor, *room: Tensor) -> tuple[TritonProducts, Tensor, Tensor]:
+    def load(addresses: Tensor, *room: Tensor) -> tuple[Tensor, TritonProducts, Tensor]:
         result, other, *rest = room
         squares, sums = rest[: layout.squares], rest[layout.squares :]
         # The passes write to both in turns, and the last one to the result.
         x, other = (other, result) if iteration.passes % 2 else (result, other)
         normalize(addresses, x, iteration.eps, sums, aligned=aligned)
-        return TritonProducts(squares, tile), x.mT if tall else x, other.mT if tall else other
+        return x.mT if tall else x, TritonProducts(squares, tile), other.mT if tall else other
 
-    def multiply(ready: tuple[TritonProducts, Tensor, Tensor]) -> None:
-        iteration.iterate(*ready)
+    def multiply(ready: tuple[Tensor, TritonProducts, Tensor]) -> None:
+        iteration.run(*ready)
 
     parts = min(_PARTS_IN_PARALLEL, layout.batch)
     rooms = zip(*(tensor.tensor_split(parts) for tensor in (addresses, *layout.tensors(memory))), strict=True)
@@ -320,9 +320,9 @@ def normalize(addresses: Tensor, out: Tensor, eps: float, sums: Sequence[Tensor]
     constants = {"PARTS": parts, "BLOCK": _BLOCK, "ALIGNED": aligned, "num_warps": 4}
     eps = max(eps, torch.finfo(torch.float32).tiny)
     with on(out.device):
-        triton_kernels.measure[(batch * parts,)](addresses, largest, squares, numel, part_size, **constants)
-        triton_kernels.combine[(batch,)](largest, squares, factors, eps, PARTS=parts)
-        triton_kernels.scale[(batch * parts,)](
+        products.measure[(batch * parts,)](addresses, largest, squares, numel, part_size, **constants)
+        products.combine[(batch,)](largest, squares, factors, eps, PARTS=parts)
+        products.scale[(batch * parts,)](
             addresses, factors, out, numel, part_size, rows, cols, pitch, DENSE=pitch == cols, **constants
         )
 
@@ -340,7 +340,7 @@ def affine(r: Tensor, *, beta: float, identity: float, out: Tensor | None = None
     tiles = ceil_div(m, rows) * ceil_div(m, cols)
     if out.numel() > 0:
         with on(r.device):
-            triton_kernels.affine[(batch * tiles,)](
+            products.affine[(batch * tiles,)](
                 r, out, tiles, m, beta, identity, *r.stride(), *out.stride()[:2], ROWS=rows, COLS=cols,
                 num_warps=4, enable_fp_fusion=False,
             )  # fmt: skip
@@ -409,7 +409,7 @@ def multiply_pointers(
     n = b.shape[2]
     tiles = tile.count(m, n, symmetric)
     addend = out if c is None else c if c.stride(2) == 1 else c.contiguous()
-    triton_kernels.matmul_pointers[(batch * tiles,)](
+    products.matmul_pointers[(batch * tiles,)](
         a, b, addend, out, tiles, m, n, k, *scalars,
         *a.stride(), *b.stride(), *addend.stride()[:2], *out.stride()[:2],
         ROWS=tile.rows, COLS=tile.cols, DEPTH=tile.depth, GROUP=_GROUP, SYMMETRIC=symmetric, HAS_C=c is not None,
@@ -441,13 +441,13 @@ def multiply_descriptors(
     }  # fmt: skip
     if tile.quarters:
         half, whole = square // 2, min(batch * tiles, sms)
-        triton_kernels.matmul_quarters[(whole + 4 * (batch * tiles - whole),)](
+        products.matmul_quarters[(whole + 4 * (batch * tiles - whole),)](
             *operands(square, square), describe(c, square, square), *stores,
             *operands(half, half), describe(c, half, half), describe(out, half, half),
             whole, tiles, m, k, *scalars, SIDE=square, **constants,
         )  # fmt: skip
     else:
-        triton_kernels.matmul_descriptors[(min(batch * tiles, tile.programs_per_sm * sms),)](
+        products.matmul_descriptors[(min(batch * tiles, tile.programs_per_sm * sms),)](
             *operands(square, tile.cols), describe(c, square, square), *stores, batch, tiles, m, n, k, *scalars,
             ROWS=tile.rows, COLS=tile.cols, FLATTEN=tile.flatten, SYMMETRIC=symmetric, **constants,
         )  # fmt: skip

@@ -14,6 +14,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from ds_muon.kernels.available import why_not
 from ds_muon.passes import torch_passes
 from ds_muon.passes.segments import Segments, Where
 from ds_muon.say import log
@@ -30,8 +31,7 @@ _FAILED: set[str] = set()
 @cache
 def _kernels(device: torch.device) -> ModuleType | None:
     """The passes in Triton, which is imported only here; None where they cannot run."""
-    # bf16 needs compute capability 8.0. On AMD nobody has shown that the bits are the same.
-    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
+    if why_not(device) is not None:
         return None
     try:
         from ds_muon.passes import triton_passes

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ds_muon.kernel_launch import addresses_of, ceil_div, on
-from ds_muon.passes import triton_kernels
+from ds_muon.kernels import elementwise
+from ds_muon.kernels.launch import addresses_of, ceil_div, on
 from ds_muon.passes.segments import BLOCK, SPAN, Segments, Where
 
 # Side of the square of a matrix that one program works on.
@@ -35,7 +35,7 @@ def advance_momentum_(
     numel = _elements(gradient, momentum_buffer)
     if numel:
         with on(gradient.device):
-            triton_kernels.advance_momentum[(ceil_div(numel, BLOCK),)](
+            elementwise.advance_momentum[(ceil_div(numel, BLOCK),)](
                 gradient, momentum_buffer, *_flags(where), numel, float(momentum), float(1 - momentum),
                 NEAR_GRADIENT=momentum < 0.5, NESTEROV=bool(nesterov), BLOCK=BLOCK, **EXACT,
             )  # fmt: skip
@@ -58,7 +58,7 @@ def store_updates(
         tile_cols = ceil_div(cols, SIDE)
         tiles = ceil_div(rows, SIDE) * tile_cols
         with on(outputs.device):
-            triton_kernels.store_updates[(batch * tiles,)](
+            elementwise.store_updates[(batch * tiles,)](
                 outputs, addresses, None if factors is None else factors.contiguous(),
                 tiles, tile_cols, rows, cols, float(scale), *outputs.stride(),
                 OF_ROWS=factors is None or factors.shape[1] == rows, ALIGNED=aligned, SIDE=SIDE, **EXACT,
@@ -73,7 +73,7 @@ def apply_update_(
     decays = bool(weight_decay != 0)
     if numel:
         with on(weight.device):
-            triton_kernels.apply_update[(ceil_div(numel, BLOCK),)](
+            elementwise.apply_update[(ceil_div(numel, BLOCK),)](
                 weight, update, *_flags(where if decays else None), numel, float(lr), float(1 - lr * weight_decay),
                 DECAYS=decays, BLOCK=BLOCK, **EXACT,
             )  # fmt: skip
@@ -86,7 +86,7 @@ def sum_of_squares(x: Tensor, segments: Segments | None = None) -> Tensor:
     sums = torch.empty(pieces, dtype=torch.float64, device=x.device)
     if pieces:
         with on(x.device):
-            triton_kernels.sums_of_squares[(pieces,)](
+            elementwise.sums_of_squares[(pieces,)](
                 x, None if segments is None else segments.pieces, sums, numel, SPAN=SPAN, BLOCK=SUMMED, num_warps=4
             )
     if segments is None:
@@ -94,7 +94,7 @@ def sum_of_squares(x: Tensor, segments: Segments | None = None) -> Tensor:
     totals = torch.empty(len(segments), dtype=torch.float64, device=x.device)
     if len(segments):
         with on(x.device):
-            triton_kernels.sums_of_segments[(len(segments),)](
+            elementwise.sums_of_segments[(len(segments),)](
                 sums, segments.first_pieces, totals, BLOCK=PIECES, num_warps=1
             )
     return totals

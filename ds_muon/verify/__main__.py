@@ -17,14 +17,14 @@ import torch.distributed as dist
 
 from ds_muon.config import DSMuonConfigError
 from ds_muon.extras import how_to_install
-from ds_muon.launch import OF_MPI, finish, say_why
+from ds_muon.ranks import OF_MPI, finish, say_why
 from ds_muon.refusals import DSMuonRefusal
 from ds_muon.routing import RoutingError
 from ds_muon.say import tell
 from ds_muon.verify.command import add_options, check_options, check_outputs, present
 from ds_muon.verify.engine_view import CannotVerify
 from ds_muon.verify.outcome import COULD_NOT_RUN, exit_code
-from ds_muon.verify.session import run
+from ds_muon.verify.rank import run
 
 # Their messages say all there is to say: no traceback.
 _SAID_IN_WORDS = (CannotVerify, DSMuonConfigError, DSMuonRefusal, RoutingError)

@@ -10,15 +10,15 @@ from pathlib import Path
 
 from ds_muon.extras import how_to_install
 from ds_muon.files import check_writable, keep
-from ds_muon.launch import RanksFailed, run_ranks
 from ds_muon.options import positive
+from ds_muon.ranks import RanksFailed, run_ranks
 from ds_muon.say import tell
 from ds_muon.verify import table
 from ds_muon.verify.engine_view import CannotVerify
 from ds_muon.verify.inject import FAULTS
 from ds_muon.verify.outcome import COULD_NOT_RUN, Outcome, exit_code, load, save
+from ds_muon.verify.rank import ALL_FAULTS, Task, optimizer_type, read_config
 from ds_muon.verify.record import VerifyResult
-from ds_muon.verify.session import ALL_FAULTS, Task, optimizer_type, read_config
 from ds_muon.verify.subject import parse_spec
 
 VERIFY = """\
@@ -87,7 +87,7 @@ def check_outputs(options: argparse.Namespace) -> None:
     Raises:
         CannotVerify: one cannot.
     """
-    from ds_muon.report import FILES
+    from ds_muon.verify.report import FILES
 
     wanted = [("--json", options.json)] if options.json is not None else []
     if options.report is not None:
@@ -129,7 +129,7 @@ def present(outcomes: Sequence[Outcome], options: argparse.Namespace) -> int:
 
 def _write_reports(outcomes: Sequence[Outcome], folder: Path) -> None:
     """One report, or one per fault in a folder of its own."""
-    from ds_muon.report import write_report
+    from ds_muon.verify.report import write_report
 
     for result in outcomes:
         if isinstance(result, VerifyResult):

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_muon.partition import Layout
+from ds_muon.dtypes import DTYPES
+from ds_muon.plan.partition import Layout
 
 # NorMuon's state, which is not cut like a partition.
 ROW_VARIANCE = "row_variance"
@@ -292,7 +293,7 @@ def _dsmuon_rule(zero: Any) -> MuonRule:
         ns_method=resolved.method,
         ns_dtype=resolved.dtype,
         ns_eps=resolved.eps,
-        momentum_dtype=getattr(torch, config.momentum_dtype),
+        momentum_dtype=DTYPES[config.momentum_dtype],
         ns_backend=resolved.backend,
         beta2=config.beta2 if config.variant == "normuon" else None,
     )

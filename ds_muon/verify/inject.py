@@ -20,10 +20,10 @@ from torch import Tensor
 
 from ds_muon.exchange import Transfer
 from ds_muon.guard import Verdict
+from ds_muon.muon_group import MuonGroup
 from ds_muon.orthogonalize import orthogonalize
-from ds_muon.partition import GroupPlan, Matrix, Slice
 from ds_muon.passes import Where
-from ds_muon.stage import MuonGroup
+from ds_muon.plan.partition import GroupPlan, Matrix, Slice
 from ds_muon.update import advance_row_variance, update_scale
 from ds_muon.verify import diagnose
 from ds_muon.verify.engine_view import CannotVerify

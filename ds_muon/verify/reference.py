@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_muon.dtypes import name_of
 from ds_muon.orthogonalize import NewtonSchulz, orthogonalize, reference_newton_schulz, schedule
-from ds_muon.orthogonalize.newton_schulz import restart_blocks, uses_gram
-from ds_muon.partition import Layout
+from ds_muon.orthogonalize.newton_schulz import blocks
 from ds_muon.passes import advance_momentum_
+from ds_muon.plan.partition import Layout
 from ds_muon.update import ROW_EPS, advance_row_variance, muon_update
 from ds_muon.verify import tolerances
 from ds_muon.verify.engine_view import ROW_VARIANCE, MuonRule, Placed
@@ -158,13 +159,11 @@ class MuonReference:
 
         rows, cols = directions.shape[-2:]
         triples = schedule(rule.ns_coefficients, rule.ns_steps)
-        in_gram_form = uses_gram(rows, cols, rule.ns_method)
-        blocks = restart_blocks(triples, rule.ns_dtype) if in_gram_form else [[triple] for triple in triples]
         norm = torch.linalg.vector_norm(directions, dim=(-2, -1), keepdim=True)
         x = directions / norm.clamp_min(torch.finfo(torch.float64).tiny)
         x = rounded(x.mT.contiguous() if rows > cols else x)
         identity = torch.eye(min(rows, cols), dtype=x.dtype, device=x.device)
-        for block in blocks:
+        for block in blocks(rows, cols, triples, rule.ns_dtype, rule.ns_method):
             r, q = rounded(x @ x.mT), identity
             for a, b, c in block:
                 p = rounded(b * r + c * rounded(r @ r)) + a * identity
@@ -220,7 +219,7 @@ class SameDtypeMuon:
             "ns_steps": rule.ns_steps,
             "ns_method": rule.ns_method,
             "ns_coefficients": rule.ns_coefficients,
-            "ns_dtype": str(rule.ns_dtype).removeprefix("torch."),
+            "ns_dtype": name_of(rule.ns_dtype),
             "ns_eps": rule.ns_eps,
             "ns_backend": rule.ns_backend,
         }

@@ -17,24 +17,21 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ds_muon.sample.gpt import GPT, GPTConfig
+from ds_muon.sample.text import draw_windows, standard_library
 from ds_muon.verify.engine_view import CannotVerify
-from ds_muon.verify.gpt import GPT, GPTConfig
 
 Factory = Callable[[int, int], tuple[nn.Module, Iterable[Any]]]
 
 # At two ranks the boundary cuts the `mlp.up` of the middle layer: square, tall and wide matrices on either side of it.
 BUILT_IN = GPTConfig(n_layer=3, n_head=4, n_embd=96, block_size=64)
-
-_TEXT_BYTES = 2_000_000
 
 
 def built_in_model() -> GPT:
@@ -51,23 +48,6 @@ def built_in_batches(sequences: int, rank: int, world_size: int, seed: int) -> I
     generator = torch.Generator().manual_seed(seed * world_size + rank)
     while True:
         yield draw_windows(text, sequences, BUILT_IN.block_size, generator)
-
-
-def draw_windows(text: Tensor, sequences: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Tokens and targets, each (sequences, length) int64 on the CPU, of windows of a text drawn at random."""
-    starts = torch.randint(len(text) - length, (sequences, 1), generator=generator, device="cpu")
-    rows = text[starts + torch.arange(length + 1, device="cpu")].long()
-    return rows[:, :-1], rows[:, 1:]
-
-
-def standard_library() -> Tensor:
-    """Bytes of the modules at the top level of the standard library, by name; uint8, 1-D."""
-    text = bytearray()
-    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
-        text += path.read_bytes()
-        if len(text) > _TEXT_BYTES:
-            break
-    return torch.frombuffer(text, dtype=torch.uint8)
 
 
 def parse_spec(spec: str) -> tuple[str, str]:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from ds_muon.orthogonalize import Triple
+from ds_muon.orthogonalize.newton_schulz import Iteration, gram_blocks, standard_blocks
 
 # By table and condition number, in fp16: what each table allows by itself, measured on H100 for sides of 1024 and 4096
 # and on CPU from sides of 96 on, times 1.3. bf16 has eight times the rounding of fp16, and all errors with it.
@@ -44,3 +49,8 @@ def rounded_input(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """The normalized matrix in the dtype of the iteration: what no iteration in it can do better than."""
     unit = matrix / matrix.abs().max()
     return (unit / unit.norm()).to(dtype)
+
+
+def iteration_of(form: str, triples: Sequence[Triple], dtype: torch.dtype) -> Iteration:
+    blocks = gram_blocks(triples, dtype) if form == "gram" else standard_blocks(triples)
+    return Iteration(blocks, dtype, eps=0.0)

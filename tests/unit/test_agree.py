@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
+import sys
+import textwrap
 import time
 from copy import deepcopy
 from datetime import timedelta
@@ -254,6 +258,76 @@ def stay_away() -> str:
 def test_waiting_ends_with_the_time_out_of_the_process_group() -> None:
     said, _ = run_ranks(2, stay_away, timeout=30)
     assert "ranks [1] have not come" in said and "may still be loading" in said
+
+
+def meet_strangers() -> tuple[str, str]:
+    """Rank 1 has left no word that it imported ds_muon; then it has."""
+    first, second = Meeting("strangers"), Meeting("acquaintances", timeout=1.0)
+    with patch.object(agree, "STRANGER_PATIENCE_SECONDS", 0.5):
+        if dist.get_rank() == 1:
+            with patch.object(agree, "_store", lambda: second.store):
+                agree.leave_word()
+            said = ("", "")
+        else:
+            said = (first.wait(), second.wait())
+    dist.barrier()
+    return said
+
+
+def test_a_rank_that_has_not_imported_ds_muon_is_not_waited_for() -> None:
+    (first, second), _ = run_ranks(2, meet_strangers, timeout=30)
+    assert "ranks [1] have not imported ds_muon" in first and "`import ds_muon` at the top of the script" in first
+    assert "have not come" in second and "imported" not in second
+
+
+def test_a_rank_leaves_word_in_any_process_group() -> None:
+    assert run_ranks(2, words) == [[True, True]] * 2
+
+
+def words() -> list[bool]:
+    dist.barrier()
+    return [agree._store().check([f"ds_muon/imported/{rank}"]) for rank in range(2)]
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="where NCCL waits, the launcher ends the ranks")
+def test_ranks_end_within_a_minute_where_one_of_them_does_not_import_ds_muon(tmp_path: Path) -> None:
+    script = """
+        import sys, time
+        rank = int(sys.argv[1])
+        if rank == 0:
+            import ds_muon
+            from ds_muon import agree
+            agree.STRANGER_PATIENCE_SECONDS = 1.0
+        import deepspeed, torch
+        deepspeed.init_distributed("gloo")
+        name, params = ("DSMuon", {}) if rank == 0 else ("AdamW", {"torch_adam": True})
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": name, "params": params},
+            "zero_optimization": {"stage": 2, "reduce_scatter": False},
+        }
+        deepspeed.initialize(model=torch.nn.Linear(8, 8), config=config)
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(script), str(rank)],
+            env={**os.environ, **address, "RANK": str(rank), "LOCAL_RANK": str(rank), "DS_ACCELERATOR": "cpu"},
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [rank.communicate(timeout=100)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert all(rank.returncode for rank in ranks)
+    assert "ranks [1] have not imported ds_muon" in errors[0]
 
 
 def initialize_or_leave(optimizer: dict[str, Any] | None, folder: str) -> None:

@@ -14,8 +14,7 @@ from torch import Tensor
 from ds_muon import cli, options
 from ds_muon.bench import clock, newton_schulz, peers
 from ds_muon.bench.newton_schulz import Row, Timing, floor_flops, measure
-from ds_muon.orthogonalize import reference_newton_schulz, schedule
-from ds_muon.orthogonalize.newton_schulz import flops
+from ds_muon.orthogonalize import NewtonSchulz, reference_newton_schulz, schedule
 
 CPU = torch.device("cpu")
 
@@ -108,7 +107,7 @@ def test_the_peers_in_deepspeed_load_and_run(name: str) -> None:
 
 @pytest.mark.parametrize(("rows", "cols"), [(64, 64), (64, 256), (256, 64)])
 def test_the_floor_is_what_the_iteration_of_fp16_does(rows: int, cols: int) -> None:
-    assert floor_flops(rows, cols) == flops(rows, cols, schedule("quintic", 5), torch.float16, "gram")
+    assert floor_flops(rows, cols) == NewtonSchulz(schedule("quintic", 5), "gram", torch.float16, 0.0).cost(rows, cols)
 
 
 def test_the_lead_is_over_the_best_peer() -> None:

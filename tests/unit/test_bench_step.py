@@ -20,13 +20,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_muon import cli, planner
+from ds_muon import cli, plan_cost
 from ds_muon.bench import parts, step, step_rank
 from ds_muon.bench.parts import PARTS, Recorder, instrumented
 from ds_muon.bench.step import CANDIDATES, Measured, Parts, RankParts, Run, Task, Wire, make_candidates
 from ds_muon.bench.step_rank import _middle_half, bytes_together
-from ds_muon.launch import RanksFailed, run_ranks
 from ds_muon.orthogonalize import NewtonSchulz
+from ds_muon.ranks import RanksFailed, run_ranks
 
 ADAMW, TORCH, MUON, OURS, ALLREDUCE = CANDIDATES.values()
 ROUNDS = 4
@@ -275,8 +275,8 @@ def test_a_run_survives_its_file(tmp_path: Path) -> None:
 
 def test_matrices_straddle_on_cpus() -> None:
     settings = NewtonSchulz.resolve(torch.device("cpu"))
-    shapes = planner.gpt(*step.MODELS["tiny"])
-    assert all(planner.step_cost(shapes, size, settings).straddling for size in (2, 4, 8))
+    shapes = plan_cost.gpt(*step.MODELS["tiny"])
+    assert all(plan_cost.step_cost(shapes, size, settings).straddling for size in (2, 4, 8))
 
 
 def test_the_middle_half_leaves_out_both_ends() -> None:

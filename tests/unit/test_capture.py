@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_muon.capture import CaptureError, NanCapture, read_capture
+from ds_muon.capture import NanCapture
 from ds_muon.guard import NonFiniteUpdate
 from ds_muon.orthogonalize import NewtonSchulz
+from ds_muon.replay import CaptureError, read_capture
 from tests.unit.faulty import faulty_backend, sick
 from tests.unit.models import PrescribedGradients, ds_config, start, train_step
 from tests.unit.ranks import run_ranks
@@ -262,11 +263,11 @@ def test_half_a_file_and_none_are_clear_errors(monkeypatch: pytest.MonkeyPatch, 
 
 def captured_step(config: dict[str, Any], env: dict[str, str], overwrite: bool = False) -> dict[str, Any]:
     """One step in which the (30, 20) matrix comes out with a NaN."""
-    from ds_muon import stage
+    from ds_muon import muon_group
 
     engine = start(PrescribedGradients(SHAPES), config)
     gradients = exact_gradients(SHAPES, 0, engine.device)
-    original = stage.orthogonalize_batch
+    original = muon_group.orthogonalize_batch
 
     def overwriting(inputs: list[Tensor], settings: NewtonSchulz) -> Tensor:
         outputs = original(inputs, settings)
@@ -280,7 +281,7 @@ def captured_step(config: dict[str, Any], env: dict[str, str], overwrite: bool =
         faulty_backend(engine),
         sick((30, 20)),
         mock.patch.dict(os.environ, env),
-        mock.patch.object(stage, "orthogonalize_batch", batch),
+        mock.patch.object(muon_group, "orthogonalize_batch", batch),
     ):
         try:
             train_step(engine, gradients)

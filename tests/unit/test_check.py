@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ds_muon import muon_update
+from ds_muon.sample.gpt import GPT, GPTConfig
 from ds_muon.verify import CannotVerify, UpdateCheck, UpdateRecord, tolerances
 from ds_muon.verify.engine_view import MuonRule
-from ds_muon.verify.gpt import GPT, GPTConfig
 from ds_muon.verify.inject import FAULTS, found, plant
 from ds_muon.verify.reference import SameDtypeMuon
 from tests.unit.faulty import faulty_backend, sick

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_muon import muon_update, stage
+from ds_muon import muon_group, muon_update
 from ds_muon.routing import route
 from ds_muon.verify import UpdateCheck, UpdateRecord
 from ds_muon.verify.engine_view import CannotVerify
@@ -50,7 +50,7 @@ def gradients_of(step: int, device: torch.device) -> list[Tensor]:
 
 
 def train(config: dict[str, Any]) -> dict[str, Tensor]:
-    with mock.patch.object(stage, "batches", cut_into(100)):
+    with mock.patch.object(muon_group, "batches", cut_into(100)):
         engine = start(Both(), config)
         for step in range(3):
             train_step(engine, gradients_of(step, engine.device))
@@ -74,7 +74,7 @@ def test_a_conv1d_moves_as_the_linear_layer_that_does_the_same(world_size: int, 
 def check(config: dict[str, Any], fault: str | None) -> list[UpdateRecord]:
     engine = start(Both(), config)
     records = []
-    with mock.patch.object(stage, "batches", cut_into(100)):
+    with mock.patch.object(muon_group, "batches", cut_into(100)):
         if fault is None:
             records = checked(engine)
         else:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_muon.verify.gpt import GPT, GPTConfig
+from ds_muon.sample.gpt import GPT, GPTConfig
 from tests.unit.models import full_weights, start, train_step
 from tests.unit.ranks import run_ranks
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ds_muon import exchange as exchange_module
 from ds_muon import flat_layout, make_plan
 from ds_muon.exchange import Exchange
-from ds_muon.partition import GroupPlan
+from ds_muon.plan.partition import GroupPlan
 from tests.unit.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_muon.verify.gpt import GPT, GPTConfig, rotary_angles, rotate
+from ds_muon.sample.gpt import GPT, GPTConfig, rotary_angles, rotate
 
 SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16)
 

@@ -18,12 +18,20 @@ from ds_muon.orthogonalize import (
     COEFFICIENTS,
     NewtonSchulz,
     Triple,
-    newton_schulz,
     orthogonalize,
     reference_newton_schulz,
 )
 from ds_muon.orthogonalize.torch_backend import TorchOperations, exact_products
-from tests.unit.spectra import HALF_BOUNDS, distance, gaussian, half_bound, log_uniform, rank_deficient, rounded_input
+from tests.unit.spectra import (
+    HALF_BOUNDS,
+    distance,
+    gaussian,
+    half_bound,
+    iteration_of,
+    log_uniform,
+    rank_deficient,
+    rounded_input,
+)
 
 CPU = torch.device("cpu")
 DTYPES = ["float32", "float16", "bfloat16"]
@@ -556,14 +564,15 @@ class Recycling(TorchOperations):
 @pytest.mark.parametrize("form", ["standard", "gram"])
 @pytest.mark.parametrize("table", ["quintic", "polar_express", "you", "cubic"])
 def test_no_more_squares_are_in_use_than_it_says(table: str, form: str) -> None:
-    iterate = {"standard": newton_schulz.standard, "gram": newton_schulz.gram}[form]
     for dtype, steps in itertools.product((torch.float16, torch.float32), (1, 2, 5, 9)):
         x = (gaussian(24, 64) / 40).to(dtype)[None]
-        right = iterate(x, package.schedule(table, steps), TorchOperations())
-        assert torch.equal(iterate(x, package.schedule(table, steps), Recycling(newton_schulz.squares(form))), right)
+        iteration = iteration_of(form, package.schedule(table, steps), dtype)
+        right = iteration.run(x, TorchOperations())
+        assert torch.equal(iteration.run(x, Recycling(iteration.squares)), right)
     if form == "gram":
         x = (gaussian(24, 64) / 40).half()[None]
-        assert iterate(x, package.schedule("quintic", 5), Recycling(newton_schulz.squares(form) - 1)).isnan().any()
+        iteration = iteration_of(form, package.schedule("quintic", 5), torch.float16)
+        assert iteration.run(x, Recycling(iteration.squares - 1)).isnan().any()
 
 
 class Counting(TorchOperations):
@@ -600,8 +609,7 @@ def test_the_cost_is_the_operations_that_are_done(table: Any, method: str, dtype
         settings = NewtonSchulz.resolve(CPU, ns_dtype=dtype, ns_method=method, ns_coefficients=table, ns_steps=steps)
         for m, n in [(16, 16), (24, 64)]:
             ops = Counting()
-            iterate = newton_schulz.gram if newton_schulz.uses_gram(m, n, method) else newton_schulz.standard
-            iterate(torch.empty(1, m, n, dtype=settings.dtype, device="meta"), settings.triples, ops)
+            settings.iteration(m, n).run(torch.empty(1, m, n, dtype=settings.dtype, device="meta"), ops)
             assert ops.total == settings.cost(m, n) == settings.cost(n, m)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ds_muon import Plan, Rates, make_plan
-from ds_muon.capture import read_capture
+from ds_muon.replay import read_capture
 from ds_muon.verify import UpdateRecord
 from ds_muon.verify.inject import found
 from tests.unit.faulty import faulty_backend, sick

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ds_muon import Rates, flat_layout, make_plan
-from ds_muon.partition import FlatLayout, GroupPlan, Plan, cut
+from ds_muon.plan.partition import FlatLayout, GroupPlan, Plan, cut
 
 Shape = tuple[int, int]
 HARD = {

@@ -77,10 +77,11 @@ def compile_case(case: str, arch: int) -> dict[str, Any]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from ds_muon.passes import triton_kernels, triton_passes
+    from ds_muon.kernels import elementwise
+    from ds_muon.passes import triton_passes
 
     name, types, constants = KERNELS[case]
-    kernel = getattr(triton_kernels, name)
+    kernel = getattr(elementwise, name)
     sizes = {"BLOCK": triton_passes.BLOCK, "SIDE": triton_passes.SIDE, "SPAN": triton_passes.SPAN}
     options: dict[str, Any] = triton_passes.EXACT
     if name == "sums_of_squares":

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ds_muon import cli
-from ds_muon.capture import Capture, NanCapture
+from ds_muon.capture import NanCapture
 from ds_muon.orthogonalize import BACKENDS, COEFFICIENTS, NewtonSchulz, Triple, orthogonalize
-from ds_muon.replay import attempts, orthogonality_error
+from ds_muon.replay import Capture, attempts, orthogonality_error
 from tests.unit.faulty import Faulty, sick
 from tests.unit.test_newton_schulz import cut_into, dominated, gaussian, log_uniform
 

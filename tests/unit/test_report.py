@@ -1,4 +1,4 @@
-"""``ds_muon.report``: the picture and the page say what the records say, whatever the records hold."""
+"""``ds_muon.verify.report``: the picture and the page say what the records say, whatever the records hold."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ds_muon import report
-from ds_muon.report import picture, rows
-from ds_muon.report.rows import rows_of, selected_rows
+from ds_muon.verify import report
 from ds_muon.verify.inject import FAULTS
 from ds_muon.verify.record import Comparison, UpdateRecord, VerifyResult
+from ds_muon.verify.report import picture, rows
+from ds_muon.verify.report.rows import rows_of, selected_rows
 
 pytest.importorskip("matplotlib")
 

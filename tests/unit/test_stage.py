@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ds_muon.capture import NanCapture
 from ds_muon.exchange import Transfer
+from ds_muon.muon_group import MuonGroup, in_turns
 from ds_muon.orthogonalize import BACKENDS, NewtonSchulz, orthogonalize
 from ds_muon.orthogonalize.torch_backend import TorchOperations
-from ds_muon.stage import MuonGroup, in_turns
 from tests.unit.test_exchange import group_plan
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from ds_muon import stage
+from ds_muon import muon_group
 from ds_muon.update import muon_update
 from tests.unit.models import PrescribedGradients, ds_config, full_weights, start, start_groups, train_step
 from tests.unit.ranks import run_ranks
@@ -145,7 +145,7 @@ def test_weights_are_bit_equal_for_any_size_of_the_batches(world_size: int, vari
 
 
 def train_in_batches(shapes: list[tuple[int, ...]], config: dict[str, Any], size: int) -> dict[str, Tensor]:
-    with mock.patch.object(stage, "batches", cut_into(size)):
+    with mock.patch.object(muon_group, "batches", cut_into(size)):
         return train(shapes, config, 2)
 
 
@@ -254,9 +254,9 @@ def count_orthogonalizations(shapes: list[tuple[int, ...]], config: dict[str, An
             p.use_muon = p.ndim == 2 and min(p.shape) > 1
     engine = start(model, config)
     ours: list[int] = []
-    original = stage.orthogonalize_batch
+    original = muon_group.orthogonalize_batch
     with (
-        mock.patch.object(stage, "orthogonalize_batch", lambda m, s: (ours.append(len(m)), original(m, s))[1]),
+        mock.patch.object(muon_group, "orthogonalize_batch", lambda m, s: (ours.append(len(m)), original(m, s))[1]),
         mock.patch.object(original_muon, "muon_update", side_effect=AssertionError("DeepSpeed's Muon ran")) as theirs,
     ):
         train_step(engine, exact_gradients(shapes, 0, engine.device))

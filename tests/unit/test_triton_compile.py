@@ -108,9 +108,10 @@ NORMALIZATION_WARPS = 4
 
 
 def compile_normalization(case: NormalizationCase) -> Usage:
-    from ds_muon.orthogonalize import triton_backend, triton_kernels
+    from ds_muon.kernels import products
+    from ds_muon.orthogonalize import triton_backend
 
-    kernel = getattr(triton_kernels, case.kernel)
+    kernel = getattr(products, case.kernel)
     constants = {"PARTS": triton_backend._PARTS}
     if case.kernel != "combine":
         constants |= {"BLOCK": triton_backend._BLOCK, "ALIGNED": case.aligned}
@@ -127,9 +128,10 @@ AFFINE = list(itertools.product((80, 90), ("fp16", "bf16", "fp32"), (True, False
 
 def compile_affine(case: tuple[int, str, bool]) -> Usage:
     """By architecture, dtype, and whether sizes and strides are multiples of 16."""
-    from ds_muon.orthogonalize import triton_backend, triton_kernels
+    from ds_muon.kernels import products
+    from ds_muon.orthogonalize import triton_backend
 
-    (arch, dtype, even), kernel = case, triton_kernels.affine
+    (arch, dtype, even), kernel = case, products.affine
     rows, cols = triton_backend._AFFINE_BLOCK
     constants = {"ROWS": rows, "COLS": cols, "r_col": 1}
     signature = {"r": f"*{dtype}", "out": f"*{dtype}", "beta": "fp32", "identity": "fp32"}
@@ -140,7 +142,8 @@ def compile_affine(case: tuple[int, str, bool]) -> Usage:
 
 
 def compile_case(case: Case) -> Usage:
-    from ds_muon.orthogonalize import triton_backend, triton_kernels
+    from ds_muon.kernels import products
+    from ds_muon.orthogonalize import triton_backend
 
     tile = getattr(triton_backend, case.tile)
     constants: dict[str, Any] = {"DEPTH": tile.depth, "GROUP": 8, "HAS_C": case.has_c}
@@ -148,7 +151,7 @@ def compile_case(case: Case) -> Usage:
     signature: dict[str, str] = {"alpha": "fp32", "beta": "fp32", "identity": "fp32"}
     attributes = {}
     if tile.descriptors:
-        kernel = triton_kernels.matmul_quarters if tile.quarters else triton_kernels.matmul_descriptors
+        kernel = products.matmul_quarters if tile.quarters else products.matmul_descriptors
         constants |= {"PIECES": tile.pieces, "A_TRANSPOSED": a_transposed, "B_TRANSPOSED": b_transposed}
         half, piece = tile.rows // 2, tile.rows // tile.pieces
         blocks = {"c": (tile.rows, tile.rows), "out": (tile.rows, piece), "mirror": (piece, tile.rows)}
@@ -164,7 +167,7 @@ def compile_case(case: Case) -> Usage:
             constants |= {"FLATTEN": tile.flatten}
         signature |= {name: f"tensordesc<{case.dtype}[1, {rows}, {cols}]>" for name, (rows, cols) in blocks.items()}
     else:
-        kernel = triton_kernels.matmul_pointers
+        kernel = products.matmul_pointers
         constants |= {"ROWS": tile.rows, "COLS": tile.cols, "SYMMETRIC": case.symmetric}
         # A stride of one is a constant, sizes and other strides are multiples of 16.
         constants |= {"a_row" if a_transposed else "a_col": 1, "b_row" if b_transposed else "b_col": 1}

@@ -28,17 +28,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ds_muon
-from ds_muon import cli, launch
-from ds_muon.launch import FAILED
+from ds_muon import cli, ranks
+from ds_muon.ranks import FAILED
 from ds_muon.verify import command as verify_command
-from ds_muon.verify import outcome, session, subject, table
+from ds_muon.verify import outcome, rank, subject, table
 from ds_muon.verify.__main__ import missing_launcher
 from ds_muon.verify.engine_view import CannotVerify
 from ds_muon.verify.inject import FAULTS
 from ds_muon.verify.outcome import NotShown
+from ds_muon.verify.rank import DEFAULT_CONFIG, Task, read_config
+from ds_muon.verify.rank import run as run_task
 from ds_muon.verify.record import Comparison, UpdateRecord, VerifyResult
-from ds_muon.verify.session import DEFAULT_CONFIG, Task, read_config
-from ds_muon.verify.session import run as run_task
 from tests.unit.processes import marked, processes_with, within
 
 ROOT = Path(__file__).parents[2]
@@ -450,7 +450,7 @@ def test_a_config_without_an_optimizer_is_refused_before_ranks_start(
     said = capsys.readouterr().err
     assert "has no optimizer.type" in said and "starting" not in said
     with pytest.raises(CannotVerify, match=r"has no optimizer\.type"):
-        session.run(Task(config, 1, None, 0, None))
+        rank.run(Task(config, 1, None, 0, None))
 
 
 def test_the_default_config_cannot_be_changed_by_its_user() -> None:
@@ -538,7 +538,7 @@ def verify(folder: Path, *options: str, port: int | None = None) -> subprocess.C
         for name, value in environment().items():
             patch.setenv(name, value)
         if port is not None:
-            patch.setattr(launch, "_free_port", lambda: port)
+            patch.setattr(ranks, "_free_port", lambda: port)
         code = cli.main(["verify", *options])
     return subprocess.CompletedProcess(options, code, stdout.getvalue(), stderr.getvalue())
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from ds_muon.extras import how_to_install
 from ds_muon.files import write_text
-from ds_muon.report.page import html_page
-from ds_muon.report.picture import figure_of, svg_of, write_png
-from ds_muon.report.rows import rows_of, selected_rows
 from ds_muon.say import printable
 from ds_muon.verify.record import VerifyResult
+from ds_muon.verify.report.page import html_page
+from ds_muon.verify.report.picture import figure_of, svg_of, write_png
+from ds_muon.verify.report.rows import rows_of, selected_rows
 
 __all__ = ["FILES", "write_report"]
 

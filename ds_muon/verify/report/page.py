@@ -6,10 +6,10 @@ import json
 import re
 from collections.abc import Sequence
 
-from ds_muon.report.picture import COLOURS, HEADING, rank_colour
-from ds_muon.report.rows import Row, facts_of, half_name, shape_text, verdict_of
 from ds_muon.text import number
 from ds_muon.verify.record import VerifyResult
+from ds_muon.verify.report.picture import COLOURS, HEADING, rank_colour
+from ds_muon.verify.report.rows import Row, facts_of, half_name, shape_text, verdict_of
 
 
 def html_page(result: VerifyResult, rows: Sequence[Row], svg: str) -> str:
@@ -21,7 +21,7 @@ def html_page(result: VerifyResult, rows: Sequence[Row], svg: str) -> str:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     templates = Environment(
-        loader=PackageLoader("ds_muon.report", ""),
+        loader=PackageLoader("ds_muon.verify.report", ""),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -14,8 +14,8 @@ from ds_muon.capture import NanCapture
 from ds_muon.exchange import Exchange, Transfer, result_dtype
 from ds_muon.normuon import RowVariance
 from ds_muon.orthogonalize import NewtonSchulz, batches, orthogonalize_batch
-from ds_muon.partition import GroupPlan, Layout, Matrix
 from ds_muon.passes import Segments, Where, store_updates, sum_of_squares
+from ds_muon.plan.partition import GroupPlan, Layout, Matrix
 from ds_muon.update import update_scale
 
 _Batch = Sequence[tuple[Matrix, Tensor]]

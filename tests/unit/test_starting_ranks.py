@@ -10,8 +10,8 @@ from typing import BinaryIO
 
 import pytest
 
-from ds_muon import launch
-from ds_muon.launch import END_OF_FAILURE, FAILED, PROGRESS, RanksFailed, describe_failure, placement, run_ranks
+from ds_muon import ranks
+from ds_muon.ranks import END_OF_FAILURE, FAILED, PROGRESS, RanksFailed, describe_failure, placement, run_ranks
 from tests.unit.processes import marked, processes_with, within
 
 
@@ -84,10 +84,10 @@ def test_what_was_launched_ends_with_the_process_that_launched_it(
 ) -> None:
     """With its buffers in shared memory and its folder; also where SIGTERM alone would not end it."""
     lines = ["import os, signal, time", "signal.signal(signal.SIGTERM, signal.SIG_IGN)", "os.fork()", "time.sleep(60)"]
-    monkeypatch.setattr(launch, "_LAUNCHER", (sys.executable, "-c", "\n".join(lines)))
-    monkeypatch.setattr(launch, "_PATIENCE_SECONDS", 0.5)
-    port = launch._free_port()
-    monkeypatch.setattr(launch, "_free_port", lambda: port)
+    monkeypatch.setattr(ranks, "_LAUNCHER", (sys.executable, "-c", "\n".join(lines)))
+    monkeypatch.setattr(ranks, "_PATIENCE_SECONDS", 0.5)
+    port = ranks._free_port()
+    monkeypatch.setattr(ranks, "_free_port", lambda: port)
     folder, mark = tmp_path / "run", str(tmp_path)
     folder.mkdir()
     buffer = Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_test_{port}_0")
@@ -95,7 +95,7 @@ def test_what_was_launched_ends_with_the_process_that_launched_it(
     child = os.fork()
     if child == 0:
         try:
-            launch._launch([], marked(os.environ, mark), folder / "ranks.log")
+            ranks._launch([], marked(os.environ, mark), folder / "ranks.log")
         finally:
             os._exit(1)
     try:
@@ -111,8 +111,8 @@ def test_what_was_launched_ends_with_the_process_that_launched_it(
 
 
 def test_what_was_launched_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_LAUNCHER", (sys.executable, "-c", "print('done')"))
-    launch._launch([], dict(os.environ), tmp_path / "ranks.log")
+    monkeypatch.setattr(ranks, "_LAUNCHER", (sys.executable, "-c", "print('done')"))
+    ranks._launch([], dict(os.environ), tmp_path / "ranks.log")
     assert (tmp_path / "ranks.log").read_text() == "done\n"
 
 
@@ -128,7 +128,7 @@ def test_progress_is_shown_once_and_only_in_whole_lines(tmp_path: Path, capsys: 
             (f"{PROGRESS}\udcff\x1b[2J\n", "\ufffd\\x1b[2J ...\n"),
         ):
             written.write(text.encode(errors="surrogateescape"))
-            launch._show_progress(read)
+            ranks._show_progress(read)
             assert capsys.readouterr().err == shown
 
 
@@ -139,7 +139,7 @@ def test_progress_is_shown_while_the_ranks_run(tmp_path: Path, capsys: pytest.Ca
     lines = [
         "import pathlib, sys, time",
         "import torch.distributed as dist",
-        "from ds_muon.launch import say_progress",
+        "from ds_muon.ranks import say_progress",
         "dist.init_process_group('gloo')",
         "say_progress(f'rank {dist.get_rank()}')",
         "end = time.monotonic() + 60",
@@ -150,7 +150,7 @@ def test_progress_is_shown_while_the_ranks_run(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "waiting.py").write_text("\n".join(lines))
     root = Path(__file__).parents[2]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join((str(root), str(tmp_path)))}
-    show = launch._show_progress
+    show = ranks._show_progress
 
     def show_and_tell(log: BinaryIO) -> None:
         show(log)
@@ -160,6 +160,6 @@ def test_progress_is_shown_while_the_ranks_run(tmp_path: Path, capsys: pytest.Ca
 
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "_show_progress", show_and_tell)
+        patch.setattr(ranks, "_show_progress", show_and_tell)
         assert run_ranks("waiting", [], 2, Path.read_text, environment) == "done"
     assert "".join(said) == "starting 2 ranks on the CPU ...\nrank 0 ...\n"

@@ -20,7 +20,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.utils import logger
 
 from ds_muon.config import DSMuonConfig
-from ds_muon.launch import say_progress
+from ds_muon.ranks import say_progress
 from ds_muon.refusals import config_refusals
 from ds_muon.registration import OPTIMIZER_TYPE
 from ds_muon.say import printable

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from ds_muon.files import writing
-from ds_muon.report.rows import Row, facts_of, half_name, shape_text, verdict_of
 from ds_muon.text import count, number
 from ds_muon.verify.record import Comparison, UpdateRecord, VerifyResult
+from ds_muon.verify.report.rows import Row, facts_of, half_name, shape_text, verdict_of
 
 # By part: light, dark. The ranks' colours are told apart with each common kind of colour blindness too; none is near
 # the alarm colour. More than eight ranks start over: the strips name them.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
-from ds_muon.owners import RATES, Rates, Work, choose_owners, least_loaded_holders
+from ds_muon.plan.owners import RATES, Rates, Work, choose_owners, least_loaded_holders
 
 # ZeRO pads a flat buffer to this many elements per rank, so that every piece starts on a 4-byte boundary.
 _ELEMENTS_PER_RANK = 2

@@ -32,9 +32,9 @@ from functools import partial
 import torch
 
 from ds_muon.exchange import element_bytes
-from ds_muon.orthogonalize import BACKENDS, WORKSPACE_BYTES, NewtonSchulz, newton_schulz
-from ds_muon.owners import RATES, Rates
-from ds_muon.partition import GroupPlan, flat_layout, make_plan
+from ds_muon.orthogonalize import BACKENDS, WORKSPACE_BYTES, NewtonSchulz
+from ds_muon.plan.owners import RATES, Rates
+from ds_muon.plan.partition import GroupPlan, flat_layout, make_plan
 from ds_muon.text import columns
 
 FREE = Rates(bytes_per_second=math.inf, exchange_seconds=0.0, least_gain=0.0)
@@ -237,8 +237,7 @@ def step_memory(plan: GroupPlan, settings: NewtonSchulz, *, normuon: bool = Fals
                 elements[matrix.owner] += piece.numel
 
     def batch(rows: int, cols: int, count: int) -> int:
-        squares = newton_schulz.squares(settings.form(rows, cols))
-        one = backend.workspace(rows, cols, settings.dtype, squares)
+        one = backend.workspace(rows, cols, settings.dtype, settings.iteration(rows, cols).squares)
         return min(count * one, max(WORKSPACE_BYTES, one))
 
     exchange = [element_bytes(settings, normuon=normuon) * count for count in elements]

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ds_muon import cli
-from ds_muon.owners import RATES, Rates
-from ds_muon.partition import Plan, flat_layout, make_plan
-from ds_muon.planner import MODELS, default_settings, gpt, llama, step_cost, step_memory, table
+from ds_muon.plan.owners import RATES, Rates
+from ds_muon.plan.partition import Plan, flat_layout, make_plan
+from ds_muon.plan_cost import MODELS, default_settings, gpt, llama, step_cost, step_memory, table
 from tests.unit.models import PrescribedGradients, ds_config, start, train_step
 from tests.unit.ranks import run_ranks
 
