@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ds_muon import muon_group
 from ds_muon.update import muon_update
 from tests.unit.support.batches import cut_into
-from tests.unit.support.models import PrescribedGradients, ds_config, full_weights, start, train_step
+from tests.unit.support.models import PrescribedGradients, ds_config, full_weights, start, start_groups, train_step
 from tests.unit.support.ranks import run_ranks
 from tests.unit.support.steps import SHAPES, assert_equal, exact_gradients, muon_names, state_of, train
 
