@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
 
 from ds_muon.orthogonalize import NewtonSchulz
 from ds_muon.plan.partition import GroupPlan, Matrix, Slice
+from ds_muon.ranges import profiled
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Exchange:
         self._incoming = _Routes.of(plan.incoming(rank))
         self._kept = tuple((m, piece) for m in self.owned for piece in m.slices if piece.rank == rank)
 
-    @record_function("ds_muon::exchange")
+    @profiled("exchange")
     def gather(self, partition: Tensor) -> Transfer:
         """Start to assemble the travelling matrices this rank owns, of which it may hold slices or nothing.
 
@@ -112,7 +112,7 @@ class Exchange:
         tensors = [full[matrix.name].view(matrix.rows, matrix.cols) for matrix in self.owned]
         return self._all_to_all(packed, self._outgoing, self._incoming, targets, tensors)
 
-    @record_function("ds_muon::exchange")
+    @profiled("exchange")
     def scatter(self, outputs: Sequence[Tensor], partition: Tensor, dtype: torch.dtype) -> Transfer:
         """Start to give every holder its slice of each result.
 

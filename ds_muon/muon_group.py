@@ -8,7 +8,6 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
 
 from ds_muon.capture import NanCapture
 from ds_muon.exchange import Exchange, Transfer, result_dtype
@@ -16,6 +15,7 @@ from ds_muon.normuon import RowVariance
 from ds_muon.orthogonalize import NewtonSchulz, batches, orthogonalize_batch
 from ds_muon.passes import Segments, Where, store_updates, sum_of_squares
 from ds_muon.plan.partition import GroupPlan, Layout, Matrix
+from ds_muon.ranges import profiled
 from ds_muon.update import update_scale
 
 _Batch = Sequence[tuple[Matrix, Tensor]]
@@ -184,7 +184,7 @@ class MuonGroup:
     def _pieces(self, partition: Tensor) -> list[tuple[Matrix, Tensor]]:
         return [(matrix, partition.narrow(0, piece.offset, piece.numel)) for matrix, piece in self._held]
 
-    @record_function("ds_muon::newton_schulz")
+    @profiled("newton_schulz")
     def orthogonalize(self, batch: _Batch) -> Tensor:
         """(batch, rows, cols); saves the inputs of what is not finite, if the capture is on."""
         inputs = [u for _, u in batch]

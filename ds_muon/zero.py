@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from torch import Tensor
-from torch.profiler import record_function
 
 from ds_muon.agree import gather, raise_together
 from ds_muon.capture import NanCapture
@@ -36,6 +35,7 @@ from ds_muon.optimizer import LARGEST_IN_LIST, DSMuon
 from ds_muon.orthogonalize import release
 from ds_muon.passes import sum_of_squares
 from ds_muon.plan.partition import Plan, flat_layout, make_plan, out_and_in
+from ds_muon.ranges import profiled
 from ds_muon.refusals import NO_GRADIENTS, SUPPORTED_DEEPSPEED, DSMuonRefusal, nothing_to_step_on, step_refusal
 from ds_muon.say import printable
 
@@ -244,7 +244,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
             self.update_lp_params()
             self._bind_model()
 
-    @record_function("ds_muon::take_gradients")
+    @profiled("take_gradients")
     def take_gradients(self) -> list[Tensor]:
         """The averaged, unscaled gradients: for each param group (partition_size,) fp32, free to be overwritten.
 
@@ -268,7 +268,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         self.free_grad_in_param_list(self.bit16_groups[group_index])
         return gradient if self.loss_scale == 1 else gradient.mul_(1 / self.loss_scale)
 
-    @record_function("ds_muon::measure")
+    @profiled("measure")
     def measure(self, gradients: Sequence[Tensor], refuse: bool) -> Verdict:
         """What the gradients of all ranks say of the step; they are not modified. A collective.
 
@@ -280,7 +280,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         by_matrix = [group.squares(gradient) for group, gradient in zip(self.muon_groups, of_muon, strict=True)]
         return self.guard.measure(by_matrix, [sum_of_squares(gradient) for gradient in of_adamw], refuse)
 
-    @record_function("ds_muon::stage")
+    @profiled("stage")
     def stage(self, gradients: Sequence[Tensor], verdict: Verdict) -> None:
         """Turn every Muon gradient, in place, into what ``DSMuon.step`` applies; AdamW's is that already."""
         # A step that the gradients forbid has nothing to show.
@@ -292,12 +292,12 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         self.optimizer.advance_momentum_(i, gradient, group.where(gradient, moves))
         yield from group.updates(gradient, self.optimizer.row_variance(i), moves)
 
-    @record_function("ds_muon::decide")
+    @profiled("decide")
     def decide(self, gradients: Sequence[Tensor], verdict: Verdict) -> Findings:
         """Agree with all ranks on what is staged. A collective; the only time in a step that the host waits."""
         return self.guard.decide(verdict, gradients[: len(self.muon_groups)])
 
-    @record_function("ds_muon::commit")
+    @profiled("commit")
     def commit(self, gradients: Sequence[Tensor], findings: Findings) -> None:
         """Apply all that is staged: to the fp32 weights, AdamW's state and NorMuon's variances.
 
