@@ -15,6 +15,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 
 from ds_muon.agree import raise_together
+from ds_muon.param_groups import NO_DECAY
 
 LAYOUT = "ds_muon_layout"
 """Of a checkpoint's shard: the ``layout`` that it was saved with."""
@@ -22,8 +23,9 @@ LAYOUT = "ds_muon_layout"
 Offsets = list[list[tuple[str, int]]]
 
 WEIGHTS_ONLY = (
-    "To go on from its weights alone, with a new optimizer: engine.load_checkpoint(..., load_module_only=True), or "
-    "accelerator.load_state(..., load_module_only=True); with Hugging Face's Trainer, load the model by "
+    "To go on from its weights alone, with a new optimizer: engine.load_checkpoint(..., load_module_only=True), with "
+    "load_module_strict=False where the model has other parameters, or accelerator.load_state(..., "
+    "load_module_only=True); with Hugging Face's Trainer, load the model by "
     "from_pretrained from the checkpoint's folder and leave out resume_from_checkpoint"
 )
 
@@ -79,11 +81,10 @@ def _difference(engine: Any, load_dir: str, tag: str) -> str | None:
     if LAYOUT not in shard:
         return f"it was saved by another optimizer, {_optimizer_of(saved)}, and not by DSMuon"
     base = shard[deepspeed_zero.BASE_OPTIMIZER_STATE]
-    halves = [_half(group) for group in base["param_groups"]]
     model = {name for name, _ in engine.module.named_parameters()}
-    ours, our_halves = layout(zero), [_half(group) for group in zero.optimizer.param_groups]
+    ours = layout(zero)
     if difference := _other_parameters(shard[LAYOUT], ours, model) or _other_groups(
-        shard[LAYOUT], ours, halves, our_halves
+        shard[LAYOUT], ours, base["param_groups"], zero.optimizer.param_groups
     ):
         return difference
     saved_by = max(shard[deepspeed_zero.PARTITION_COUNT])
@@ -127,6 +128,10 @@ def _half(group: Mapping[str, Any]) -> str:
     return "Muon's" if group["use_muon"] else "AdamW's"
 
 
+def _is_kept_from_decay(group: Mapping[str, Any]) -> bool:
+    return str(group.get("name", "")).endswith(f"-{NO_DECAY}")
+
+
 def _other_parameters(saved: Offsets, ours: Offsets, model: set[str]) -> str | None:
     """Parameters that are trained in one of the two only.
 
@@ -158,21 +163,31 @@ def _some(names: Sequence[str]) -> str:
     return f"{names[0]!r} and {len(names) - 1} more parameter{'s' if len(names) > 2 else ''} are"
 
 
-def _other_groups(saved: Offsets, ours: Offsets, halves: Sequence[str], our_halves: Sequence[str]) -> str | None:
-    group_of = {name: i for i, group in enumerate(ours) for name, _ in group}
-    for i, group in enumerate(saved):
-        for name, _ in group:
-            j = group_of[name]
-            if halves[i] != our_halves[j]:
-                return (
-                    f"{name!r} is in another param group: it was {halves[i]}, and is {our_halves[j]} here; use the "
-                    "muon_params and adamw_params it was saved with, or name it in one of them"
-                )
-            if i != j or len(saved) != len(ours):
-                return (
-                    f"{name!r} is in another param group: in {i} of {len(saved)} then, and in {j} of {len(ours)} here; "
-                    "pass the param groups it was saved with"
-                )
+def _other_groups(
+    saved: Offsets, ours: Offsets, groups: Sequence[Mapping[str, Any]], our_groups: Sequence[Mapping[str, Any]]
+) -> str | None:
+    """Parameters of another half, that decay in one of the two only, or of another place among the param groups."""
+    place = {name: j for j, group in enumerate(ours) for name, _ in group}
+    moved = [(name, i, place[name]) for i, group in enumerate(saved) for name, _ in group]
+    for name, i, j in moved:
+        if (then := _half(groups[i])) != (now := _half(our_groups[j])):
+            return (
+                f"{name!r} is in another param group: it was {then}, and is {now} here; use the muon_params and "
+                "adamw_params it was saved with, or name it in one of them"
+            )
+    for name, i, j in moved:
+        if (kept := _is_kept_from_decay(groups[i])) != _is_kept_from_decay(our_groups[j]):
+            when, other = ("then", "here") if kept else ("here", "then")
+            return (
+                f"{name!r} is in another param group: no_decay_params named it {when}, and not {other}; use the "
+                "no_decay_params it was saved with"
+            )
+    for name, i, j in moved:
+        if i != j or len(saved) != len(ours):
+            return (
+                f"{name!r} is in another param group: in {i} of {len(saved)} then, and in {j} of {len(ours)} here; "
+                "pass the param groups it was saved with"
+            )
     return None
 
 

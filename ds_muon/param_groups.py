@@ -14,6 +14,8 @@ from ds_muon.routing import Half, Routing, RoutingError, check_matches, first_ma
 
 # What a param group may set for itself; the other keys of the config hold for the whole optimizer.
 GROUP_KEYS = ("lr", "weight_decay", "momentum", "nesterov", "betas", "eps")
+# How the names end of the groups that no_decay_params makes.
+NO_DECAY = "no_decay"
 # What torch.optim.AdamW would read from a group, and Muon has no form of.
 ADAMW_SWITCHES = ("amsgrad", "maximize", "capturable", "differentiable", "foreach", "fused")
 
@@ -71,7 +73,7 @@ def split_param_groups(
             own_of_half = {key: own[key] for key in default if key in own}
             for decays in (True, False):
                 if params := pieces.get((half, decays)):
-                    name = "-".join(filter(None, (group_name, half, "" if decays else "no_decay")))
+                    name = "-".join(filter(None, (group_name, half, "" if decays else NO_DECAY)))
                     piece = {"params": params, "use_muon": half == "muon", "name": name, "user_group": index}
                     undecay = {} if decays else {"weight_decay": 0.0}
                     split[half].append({**piece, **default, **own_of_half, **undecay, **carried})

@@ -93,7 +93,8 @@ def planted(name: str, *records: UpdateRecord) -> VerifyResult:
 
 def test_the_table_has_every_parameter_in_its_worst_step_worst_first() -> None:
     text = table.parameter_table(result(record("a", 1e-6), record("b", 3e-6), record("a", 2e-6, step=2)))
-    header, first, second = text.splitlines()
+    header, first, second, legend = text.splitlines()
+    assert legend == table.LEGEND
     assert re.split(" {2,}", header.strip())[:6] == ["parameter", "shape", "half", "ranks", "owner", "step"]
     assert re.sub(" +", " ", first) == "b 8x4 muon 0,1 0 1 3.0e-06 1.0e-05 1.000000 0 1.0e-06 1.0e-08 -"
     assert re.sub(" +", " ", second).startswith("a 8x4 muon 0,1 0 2 2.0e-06 ")
@@ -105,7 +106,7 @@ def test_the_table_leaves_out_right_rows_only() -> None:
     lines = table.parameter_table(result(*good, *bad), rows=3).splitlines()
     assert sum(line.startswith("bad") for line in lines) == 4
     assert sum("<- clipped update: 0.5 times" in line for line in lines) == 4
-    assert lines[-1] == "... and 5 more, all right"
+    assert lines[-2] == "... and 5 more, all right"
     assert "more" not in table.parameter_table(result(*good))
 
 

@@ -21,8 +21,10 @@ from torch import nn
 
 from ds_muon.routing import Routing, route
 
-VERSION = "5.24.0"
-TABLES = Path(__file__).parents[1] / "support/routing_tables"
+TABLES = Path(__file__).parents[1] / "support" / "routing_tables"
+# The tables are of the version that is pinned: with another one in the pin they are compared with that one's models.
+CONSTRAINTS = Path(__file__).parents[3] / "scripts" / "constraints.txt"
+(VERSION,) = re.findall(r'^transformers==(.+); python_version >= "3.11"$', CONSTRAINTS.read_text(), re.MULTILINE)
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install '.[integrations]'")
 if transformers.__version__ != VERSION:
     pytest.skip(f"the tables are of transformers {VERSION}, not {transformers.__version__}", allow_module_level=True)

@@ -353,5 +353,6 @@ def test_ranks_end_where_one_of_them_trains_without_dsmuon(tmp_path: Path, optim
     with pytest.raises(RankFailure) as failure:
         run_ranks(2, initialize_or_leave, optimizer, str(tmp_path), timeout=60)
     assert failure.value.errors[0] == "the process died"
-    assert "hangs" not in failure.value.errors[1]
+    if DEVICE == "cpu":  # NCCL only queues the collective in which rank 1 is left alone
+        assert "hangs" not in failure.value.errors[1]
     assert f"ranks [1] build an engine with {named}" in (tmp_path / "said").read_text()

@@ -81,7 +81,7 @@ def refusal_of(config: dict[str, Any], fault: str) -> str:
         return str(error)
 
 
-def swap_two_updates(original: Any, zero: Any, gradients: list[Tensor]) -> None:
+def swap_two_updates(original: Any, zero: Any, gradients: list[Tensor], findings: Any) -> None:
     """Two matrices of one shape on one rank get each other's update."""
     held = zero.plan.groups[0].held(torch.distributed.get_rank())
     square = [piece for matrix, piece in held if not matrix.straddles and matrix.rows == matrix.cols]
@@ -89,37 +89,37 @@ def swap_two_updates(original: Any, zero: Any, gradients: list[Tensor]) -> None:
     kept = first.clone()
     first.copy_(second)
     second.copy_(kept)
-    original(gradients)
+    original(gradients, findings)
 
 
-def change_one_weight(original: Any, zero: Any, gradients: list[Tensor]) -> None:
+def change_one_weight(original: Any, zero: Any, gradients: list[Tensor], findings: Any) -> None:
     """One element of one rank's fp32 weights moves by a thousandth more."""
-    original(gradients)
+    original(gradients, findings)
     if torch.distributed.get_rank() == 0:
         zero.single_partition_of_fp32_groups[0].data[7] += 1e-3
 
 
-def lose_one_element(original: Any, zero: Any, gradients: list[Tensor]) -> None:
+def lose_one_element(original: Any, zero: Any, gradients: list[Tensor], findings: Any) -> None:
     """One element of rank 0's partition, one as large as usual, is not updated."""
     if torch.distributed.get_rank() == 0:
         update = gradients[0]
         update[(update.abs() - update.square().mean().sqrt()).abs().argmin()] = 0
-    original(gradients)
+    original(gradients, findings)
 
 
-def forget_the_variance(original: Any, zero: Any, gradients: list[Tensor]) -> None:
+def forget_the_variance(original: Any, zero: Any, gradients: list[Tensor], findings: Any) -> None:
     zero.muon_groups[0].commit = lambda variance: None
-    original(gradients)
+    original(gradients, findings)
 
 
-def advance_the_variance_twice(original: Any, zero: Any, gradients: list[Tensor]) -> None:
-    original(gradients)
+def advance_the_variance_twice(original: Any, zero: Any, gradients: list[Tensor], findings: Any) -> None:
+    original(gradients, findings)
     zero.optimizer.row_variance(0).mul_(1.95)
 
 
-def turn_the_sign(original: Any, zero: Any, gradients: list[Tensor]) -> None:
+def turn_the_sign(original: Any, zero: Any, gradients: list[Tensor], findings: Any) -> None:
     gradients[0].neg_()
-    original(gradients)
+    original(gradients, findings)
 
 
 def check_with_commit(config: dict[str, Any], fault: Any) -> list[UpdateRecord]:
@@ -127,7 +127,7 @@ def check_with_commit(config: dict[str, Any], fault: Any) -> list[UpdateRecord]:
     engine = start(GPT(MODEL), config)
     check = UpdateCheck(engine)
     zero = engine.optimizer
-    zero._commit = functools.partial(fault, zero._commit, zero)
+    zero.commit = functools.partial(fault, zero.commit, zero)
     train_gpt(engine, 1)
     return check.after_step()
 
@@ -153,7 +153,7 @@ def check_large_matrix(config: dict[str, Any], fault: Any) -> list[UpdateRecord]
     check = UpdateCheck(engine)
     zero = engine.optimizer
     if fault is not None:
-        zero._commit = functools.partial(fault, zero._commit, zero)
+        zero.commit = functools.partial(fault, zero.commit, zero)
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
     train_step(engine, [torch.randn(shape, generator=generator).to(engine.device) for shape in ((320, 256), (7,))])
     return check.after_step()

@@ -164,7 +164,10 @@ def save_layers(config: dict[str, Any], folder: str, model: Mapping[str, Any] = 
 
 
 def refuse_layers(
-    config: dict[str, Any], folder: str, saved: Any = None, model: Mapping[str, Any] = MappingProxyType({})
+    config: dict[str, Any],
+    folder: str,
+    saved: Mapping[str, Tensor] | None = None,
+    model: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
     """What is said of the checkpoint; proves that it has changed nothing, and that its weights can be had."""
     torch.manual_seed(2)
@@ -176,11 +179,12 @@ def refuse_layers(
         engine.load_checkpoint(folder)
     assert_same(before, everything(engine))
     if saved is not None:
-        engine.load_checkpoint(folder, load_module_only=True)
+        names = {name for name, _ in engine.module.named_parameters()}
+        engine.load_checkpoint(folder, load_module_only=True, load_module_strict=names == saved.keys())
         for name, p in engine.module.named_parameters():
-            assert torch.equal(p.cpu(), saved[name]), name
+            assert name not in saved or torch.equal(p.cpu(), saved[name]), name
         for name, weight in full_weights(engine).items():
-            assert torch.equal(weight, saved[name].float()), name
+            assert name not in saved or torch.equal(weight, saved[name].float()), name
     train_step(engine, batch)
     engine.destroy()
     return str(refused.value)
@@ -212,10 +216,11 @@ def test_a_checkpoint_of_other_trained_parameters_is_refused_by_name_and_changes
 def test_a_checkpoint_of_another_model_is_refused_by_the_names_of_its_parameters(
     tmp_path: Path, then: bool, now: bool
 ) -> None:
-    run_ranks(2, save_layers, DSMUON, str(tmp_path), {"last": then})
+    saved = run_ranks(2, save_layers, DSMUON, str(tmp_path), {"last": then})[0]
     said = "is trained here, but not" if now else "are not in this model, or under another name"
-    for message in run_ranks(2, refuse_layers, DSMUON, str(tmp_path), None, {"last": now}):
+    for message in run_ranks(2, refuse_layers, DSMUON, str(tmp_path), saved, {"last": now}):
         assert "'c.weight' and 1 more parameter" in message and said.split(" ", 1)[1] in message
+        assert "load_module_strict=False where the model has other parameters" in message
 
 
 @pytest.mark.parametrize(
@@ -299,6 +304,23 @@ def test_a_checkpoint_of_another_routing_is_refused_on_every_rank(tmp_path: Path
     assert set(failure.value.errors) == {0, 1}
     assert all("does not fit the optimizer" in error for error in failure.value.errors.values())
     assert any("'p1' is in another param group" in error for error in failure.value.errors.values())
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "said"),
+    [
+        (["*.bias"], [], "'a.bias' is in another param group: no_decay_params named it then, and not here"),
+        ([], ["b.*"], "'b.weight' is in another param group: no_decay_params named it here, and not then"),
+        # As many groups of the same parameters: the checkpoint's weight decay would take the place of the config's.
+        (["*"], [], "'a.weight' is in another param group: no_decay_params named it then, and not here"),
+    ],
+)
+def test_a_checkpoint_of_other_no_decay_params_is_refused_by_that_name(
+    tmp_path: Path, then: list[str], now: list[str], said: str
+) -> None:
+    config_of = [ds_config({"weight_decay": 0.1, "no_decay_params": globs}, **SCHEDULED) for globs in (then, now)]
+    run_ranks(2, save_layers, config_of[0], str(tmp_path))
+    assert all(said in message for message in run_ranks(2, refuse_layers, config_of[1], str(tmp_path)))
 
 
 @pytest.mark.parametrize("key", ["round_robin_gradients", "parameter_alignment"])

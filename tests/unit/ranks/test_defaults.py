@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 import ds_muon
+from tests.unit.support.defaults import defaults
 from tests.unit.support.faulty import faulty_backend, sick
 from tests.unit.support.models import PrescribedGradients, ds_config, full_weights, start, train_step
 from tests.unit.support.ranks import run_ranks
@@ -22,7 +22,6 @@ from tests.unit.support.steps import exact_gradients, state_of
 SHAPES = [(16, 16), (24, 7), (5,), (7, 24)]
 NORMUON = {"variant": "normuon", "momentum_dtype": "bfloat16"}
 
-# On "meta" nothing can be computed: whatever lands there by default is missed at once.
 DEFAULTS: list[tuple[torch.dtype | None, str | None]] = [(torch.float64, None), (torch.bfloat16, "meta")]
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -34,17 +33,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "checked normuon": {"params": {"variant": "normuon", "verify_every": 1}, "stage": 1},
     "AdamW": {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}},
 }
-
-
-@contextmanager
-def defaults(dtype: torch.dtype | None, device: str | None) -> Iterator[None]:
-    torch.set_default_dtype(dtype or torch.float32)
-    torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-        torch.set_default_device(None)
 
 
 def train(config: dict[str, Any], folder: str, dtype: torch.dtype | None, device: str | None) -> dict[str, Any]:
@@ -87,9 +75,9 @@ def test_a_run_does_not_depend_on_the_default_dtype_and_device(name: str, tmp_pa
         for found in others:
             assert found["said"] == usual["said"]
             for key in ("weights", "state", "norm"):
-                assert all(
-                    torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found[key], usual[key], strict=True)
-                ), key
+                for a, b in zip(found[key], usual[key], strict=True):
+                    # torch's AdamW counts its steps in fp64 where that is the default.
+                    assert torch.equal(a.double(), b.double()) and (a.dtype == b.dtype or name == "AdamW"), key
     # Two matrices have the sides of the one that came out with a NaN.
     assert len(list(tmp_path.glob("*.pt"))) == (2 * (1 + len(DEFAULTS)) if skips else 0)
 

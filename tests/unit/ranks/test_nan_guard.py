@@ -160,20 +160,20 @@ def is_queued_behind(config: dict[str, Any]) -> bool:
     train_step(engine, exact_gradients(SHAPES, 0, engine.device))
     engine.backward(engine(exact_gradients(SHAPES, 1, engine.device)))
     zero = engine.optimizer
-    run, commit = zero.muon_groups[-1].run, zero._commit
+    stage, commit = zero.stage, zero.commit
     behind: list[bool] = []
 
-    def long_run() -> None:
-        run()
+    def long_stage(*args: Any) -> None:
+        stage(*args)
         torch.cuda._sleep(2_000_000_000)  # cycles: about a second
         done.record()
 
-    def looked(gradients: list[Tensor]) -> None:
+    def looked(*args: Any) -> None:
         behind.append(not done.query())
-        commit(gradients)
+        commit(*args)
 
     done = torch.cuda.Event()
-    with mock.patch.object(zero.muon_groups[-1], "run", long_run), mock.patch.object(zero, "_commit", looked):
+    with mock.patch.object(zero, "stage", long_stage), mock.patch.object(zero, "commit", looked):
         zero.step()
     torch.cuda.synchronize()
     return behind == [True]

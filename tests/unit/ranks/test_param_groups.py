@@ -319,7 +319,7 @@ def seeded_step(params: dict, folder: str) -> tuple[dict[str, torch.Tensor], lis
     model = Block()
     config = ds_config({"lr": 0.02, "adam_lr": 0.01, **params})
     engine = start(model, config, model_parameters=[{"params": []}, {"params": list(model.parameters())}])
-    tokens = torch.arange(12).view(1, 12)
+    tokens = torch.arange(12, device=engine.device).view(1, 12)
     train_step(engine, tokens, tokens)
     engine.save_checkpoint(folder)
     engine.optimizer.optimizer.param_groups[0]["user_group"] = 9  # as another run may call its own

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -288,17 +289,13 @@ def memory_of_a_step(params: dict[str, Any]) -> tuple[int, int, int]:
     engine = start(PrescribedGradients(STRADDLING), ds_config(params))
     zero, rank = engine.optimizer, torch.distributed.get_rank()
     (group,) = zero.muon_groups
-    begin, finish, counted = group.begin, group.finish, Allocations()
+    updates, counted = group.updates, Allocations()
 
-    def begin_counting(*args: Any) -> None:
-        counted.__enter__()
-        begin(*args)
+    def counting(*args: Any) -> Iterator[None]:
+        with counted:
+            yield from updates(*args)
 
-    def finish_counting() -> None:
-        finish()
-        counted.__exit__(None, None, None)
-
-    with mock.patch.object(group, "begin", begin_counting), mock.patch.object(group, "finish", finish_counting):
+    with mock.patch.object(group, "updates", counting):
         train_step(engine, [torch.ones(shape) for shape in STRADDLING])
     exchange, both = step_memory(zero.plan.groups[0], zero.newton_schulz, normuon=params.get("variant") == "normuon")
     engine.destroy()

@@ -9,10 +9,14 @@ import os
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from tests.unit.support.models import PrescribedGradients, ds_config
 from tests.unit.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[3]
@@ -63,6 +67,39 @@ def forget_accelerate() -> None:
         GradientState._reset_state()
 
 
+def norms_through_accelerate(config: dict[str, Any]) -> list[dict[str, float | None]]:
+    """Of four steps, the last one infinite: the gradients' norm by Accelerate, by the engine, and as it is."""
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin, DummyOptim
+
+    shapes = [(12, 8), (8, 12), (5,)]
+    norms: list[dict[str, float | None]] = []
+    try:
+        with mock.patch.dict(os.environ):
+            accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+            model = PrescribedGradients(shapes)
+            engine, optimizer = accelerator.prepare(model, DummyOptim(model.parameters()))
+            generator = torch.Generator().manual_seed(dist.get_rank())
+            for factor in (1.0, 1.0, 1.0, float("inf")):
+                gradients = [factor * torch.randn(shape, generator=generator) for shape in shapes]
+                accelerator.backward(engine([g.to(engine.device) for g in gradients]))
+                by_accelerate = accelerator.clip_grad_norm_(engine.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                whole = torch.cat([g.flatten() for g in gradients]).to(engine.device)
+                dist.all_reduce(whole)
+                norms.append(
+                    {
+                        "by Accelerate": float(by_accelerate),
+                        "by the engine": engine.get_global_grad_norm().item() if factor == 1.0 else None,
+                        "right": (whole / dist.get_world_size()).norm().item(),
+                    }
+                )
+    finally:
+        forget_accelerate()
+    return norms
+
+
 def falls(losses: list[float]) -> bool:
     return losses[-1] < losses[0] - 0.2
 
@@ -94,3 +131,18 @@ def test_the_script_for_accelerate_learns(tmp_path: Path) -> None:
     ((printed, steps),) = run_ranks(1, run_script, tmp_path, "train_accelerate.py")
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed)]
     assert steps == len(losses) == 20 and falls(losses)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("optimizer", ["DSMuon", "AdamW"])
+def test_accelerate_reports_the_norm_of_the_gradients_as_with_adamw(optimizer: str, dtype: str) -> None:
+    pytest.importorskip("accelerate")
+    config = ds_config(dtype=dtype, gradient_clipping=0.5)
+    if optimizer == "AdamW":
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+    for norms in run_ranks(2, norms_through_accelerate, config):
+        for norm in norms[:-1]:
+            assert norm["by Accelerate"] == norm["by the engine"]
+            assert norm["by the engine"] == pytest.approx(norm["right"], rel=1e-6 if dtype == "float32" else 1e-2)
+        assert norms[-1]["by Accelerate"] == float("inf")

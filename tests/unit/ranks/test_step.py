@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ds_muon import muon_group
 from tests.unit.support.cases import first_of, full, in_turns, pairwise
-from tests.unit.support.models import PrescribedGradients, ds_config, full_weights, start, train_step
+from tests.unit.support.models import PrescribedGradients, ds_config, full_weights, start, start_groups, train_step
 from tests.unit.support.ranks import run_ranks
 from tests.unit.support.steps import SHAPES, assert_equal, exact_gradients, muon_names, state_of, train
 
@@ -371,3 +371,21 @@ def test_spikes_are_warned_of_on_rank_0_at_the_first_second_fourth_and_eighth() 
     first, second = run_ranks(2, warnings_of_spikes, ds_config({"grad_norm_skip_threshold": 1e-6}), 9)
     assert second == [] and [text.rsplit(" ", 1)[1] for text in first] == ["1)", "2)", "4)", "8)"]
     assert all("grad_norm_skip_threshold 1e-06" in text for text in first)
+
+
+def ranges_of_a_step() -> list[str]:
+    engine = start_groups(SHAPES, ds_config())
+    engine.backward(engine(exact_gradients(SHAPES, 0, engine.device)))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        engine.step()
+    found = [event for event in profile.events() if event.name.startswith("ds_muon::")]
+    return [event.name.removeprefix("ds_muon::") for event in sorted(found, key=lambda event: event.time_range.start)]
+
+
+def test_the_phases_of_a_step_are_ranges_of_torchs_profiler() -> None:
+    for ranges in run_ranks(2, ranges_of_a_step):
+        inside = {"exchange", "newton_schulz"}
+        assert [name for name in ranges if name not in inside] == [
+            *("take_gradients", "measure", "stage", "decide", "commit")
+        ]
+        assert inside <= set(ranges[ranges.index("stage") : ranges.index("decide")])

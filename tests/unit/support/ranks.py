@@ -5,7 +5,7 @@ order of rank. The function must be importable (module level). A rank that raise
 hang ends at the timeout, and the next call starts new workers.
 
 Ranks run on CPU over gloo, or, with ``DS_MUON_TEST_DEVICE=cuda``, on GPUs over NCCL, where a test that needs more
-ranks than there are GPUs is skipped.
+ranks than there are GPUs is skipped. ``DS_MUON_TEST_DEFAULTS`` is of ``tests/unit/support/defaults.py``.
 """
 
 from __future__ import annotations
@@ -137,11 +137,14 @@ def _serve(connection: Connection, rank: int, world_size: int, port: int) -> Non
     import torch
 
     import ds_muon  # noqa: F401
+    from tests.unit.support.defaults import FOREIGN, use_foreign_defaults
 
     torch.set_num_threads(1)
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)
     deepspeed.init_distributed(dist_backend="nccl" if DEVICE == "cuda" else "gloo")
+    if FOREIGN:
+        use_foreign_defaults()
     while True:
         try:
             function, args = pickle.loads(connection.recv_bytes())

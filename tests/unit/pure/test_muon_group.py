@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -96,14 +97,14 @@ class Rank0:
         full = torch.cat([self.partition[kept.offset :][: kept.numel], rest]).view(shapes[-2])
         self._expected = orthogonalize([*whole, full], NewtonSchulz.resolve(CPU))
         self.group.exchange = Wire(self.group, rest, log, name)  # type: ignore[assignment]
-        run = self.group._orthogonalize
-        self.group._orthogonalize = lambda batch: (  # type: ignore[method-assign]
+        run = self.group.orthogonalize
+        self.group.orthogonalize = lambda batch: (  # type: ignore[method-assign]
             log.append(f"{name}{len(batch)} of {batch[0][0].rows} rows"),
             run(batch),
         )[1]
 
-    def begin(self) -> None:
-        self.group.begin(self.partition, None, torch.ones(len(self.plan.matrices), dtype=torch.bool))
+    def updates(self) -> Iterator[None]:
+        return self.group.updates(self.partition, None, torch.ones(len(self.plan.matrices), dtype=torch.bool))
 
     def assert_right(self) -> None:
         for (_, piece), output in zip(self.plan.held(0), self._expected, strict=True):
@@ -113,7 +114,7 @@ class Rank0:
 def test_batches_run_while_slices_of_straddling_matrices_travel(settings: NewtonSchulz) -> None:
     log: list[str] = []
     rank = Rank0([(4, 4), (5, 4), (6, 4), (6, 14), (9, 9)], settings, log)
-    in_turns([rank.group], lambda i: rank.begin())
+    in_turns([rank.updates()])
     first, last = log.index("gather is waited for"), log.index("scatter starts")
     assert log[0] == "gather starts" and first > 1  # something ran meanwhile
     assert log[first + 1 : last] == ["1 of 6 rows"]
@@ -150,7 +151,7 @@ def test_a_matrix_waits_in_the_batch_of_a_straddler_where_there_is_other_work(
     monkeypatch.setitem(BACKENDS, "batching", Batching)
     seen: list[str] = []
     rank = Rank0(shapes, replace(NewtonSchulz.resolve(CPU), backend="batching"), seen)
-    in_turns([rank.group], lambda i: rank.begin())
+    in_turns([rank.updates()])
     assert seen == [*log, "scatter is waited for"]
     rank.assert_right()
 
@@ -161,7 +162,7 @@ def test_what_one_group_sends_travels_while_another_computes(settings: NewtonSch
     first = Rank0([(6, 14), (7, 9)], settings, log, "first: ")
     others = [Rank0([(4, 4), (6, 14), (9, 9)], settings, log, name) for name in ("second: ", "third: ")]
     ranks = [first, *others]
-    in_turns([rank.group for rank in ranks], lambda i: ranks[i].begin())
+    in_turns([rank.updates() for rank in ranks])
     assert log == [
         *("first: gather starts", "second: gather starts"),
         *("first: gather is waited for", "first: 1 of 6 rows", "first: scatter starts"),
@@ -178,7 +179,7 @@ def test_what_one_group_sends_travels_while_another_computes(settings: NewtonSch
 def test_what_was_gathered_is_freed_before_the_rest_runs(settings: NewtonSchulz) -> None:
     log: list[str] = []
     rank = Rank0([(4, 4), (5, 4), (6, 4), (6, 14), (9, 9)], settings, log)
-    gather, run = rank.group.exchange.gather, rank.group._orthogonalize
+    gather, run = rank.group.exchange.gather, rank.group.orthogonalize
     gathered: list[weakref.ref[Tensor]] = []
     alive: list[bool] = []
 
@@ -192,8 +193,8 @@ def test_what_was_gathered_is_freed_before_the_rest_runs(settings: NewtonSchulz)
         return run(*args)
 
     rank.group.exchange.gather = noted  # type: ignore[method-assign]
-    rank.group._orthogonalize = looked  # type: ignore[method-assign]
-    in_turns([rank.group], lambda i: rank.begin())
+    rank.group.orthogonalize = looked  # type: ignore[method-assign]
+    in_turns([rank.updates()])
     after = len(log) - log.index("scatter starts") - 2
     assert after >= 1 and alive[-after:] == [False] * after and all(alive[:-after])
 
