@@ -21,6 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, TextIO
+from unittest import mock
 
 import pytest
 import torch
@@ -40,6 +41,7 @@ from ds_muon.verify.rank import DEFAULT_CONFIG, Task, read_config
 from ds_muon.verify.rank import run as run_task
 from ds_muon.verify.record import Comparison, UpdateRecord, VerifyResult
 from tests.unit.support.processes import marked, processes_with, within
+from tests.unit.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[3]
 
@@ -580,20 +582,41 @@ def test_the_built_in_model_is_right_and_cut_across_ranks(tmp_path: Path, port: 
     assert not list(Path("/dev/shm").glob(f"*_{port}_*"))
 
 
-@pytest.mark.slow
+def run_in(folder: str, task: Task) -> tuple[list[outcome.Outcome], list[str]]:
+    """What a rank finds in that folder, and the progress that it tells."""
+    said: list[str] = []
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        with mock.patch.object(rank, "say_progress", said.append):
+            return run_task(task), said
+    finally:
+        os.chdir(before)
+        sys.modules.pop("mine", None)  # ranks live on from test to test
+
+
 @pytest.mark.ranks
-def test_every_planted_fault_is_found_in_one_launch(folder: Path) -> None:
+def test_every_planted_fault_is_found_in_one_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command, but for the launch."""
+    said: list[str] = []
+
+    def by_workers(module: str, arguments: list[str], world_size: int, *_: object) -> list[outcome.Outcome]:
+        parser = argparse.ArgumentParser()
+        verify_command.add_options(parser)
+        task = verify_command.check_options(parser.parse_args(arguments))
+        (outcomes, progress), _ = run_ranks(world_size, run_in, str(folder), task)
+        said.extend(progress)
+        return outcomes
+
+    monkeypatch.setattr(verify_command, "run_ranks", by_workers)
     done = verify(folder, "--model", "mine:make", "--steps", "2", "--inject", "all", "--json", "r.json")
     assert done.returncode == 0, done.stdout + done.stderr
     outcomes = outcome.load(folder / "r.json")
     assert {o.fault for o in outcomes} == set(FAULTS)
     assert done.stdout.splitlines()[-1].startswith("FOUND: ")
-    at = [f"fault {number} of {len(FAULTS)}: {fault} ..." for number, fault in enumerate(FAULTS, 1)]
-    assert done.stderr.splitlines()[1:] == at
+    assert said == [f"fault {number} of {len(FAULTS)}: {fault}" for number, fault in enumerate(FAULTS, 1)]
 
 
-@pytest.mark.slow
-@pytest.mark.ranks
 def test_a_refused_config_is_not_run(folder: Path) -> None:
     done = verify(folder, "--config", config(folder, stage=2), "--model", "mine:make")
     assert done.returncode == 2
@@ -612,6 +635,7 @@ def test_an_error_on_one_rank_ends_all_and_is_shown(folder: Path) -> None:
     shutil.rmtree(Path(log[1]).parent)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_it_runs_under_the_deepspeed_launcher(folder: Path, port: str) -> None:
@@ -622,6 +646,7 @@ def test_it_runs_under_the_deepspeed_launcher(folder: Path, port: str) -> None:
     assert "RIGHT: 3 steps of 6 parameters on 2 ranks" in done.stdout and (folder / "r.json").exists()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.skipif(shutil.which("mpirun") is None or find_spec("mpi4py") is None, reason="needs mpirun and mpi4py")

@@ -21,6 +21,8 @@ from typing import Any
 
 import pytest
 
+from tests.unit.support.cases import full
+
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton", allow_module_level=True)
 
@@ -76,6 +78,11 @@ def cases() -> Iterator[Case]:
 
 
 CASES = list(cases())
+# The others are compiled with ``--all``: each takes seconds. Of each tile and architecture a symmetric result with
+# a C, which takes most registers, and a product.
+FEW: dict[Any, Case] = {}
+for _case in sorted(CASES, key=lambda case: (case.transposed != (False, False), case.has_c != case.symmetric)):
+    FEW.setdefault((_case.tile, _case.arch, _case.symmetric), _case)
 
 
 @dataclass(frozen=True)
@@ -103,6 +110,14 @@ NORMALIZATION += [
     for dtype in ("fp16", "bf16", "fp32")
     for aligned, dense in ((True, True), (True, False), (False, False))
 ]
+FEW_NORMALIZATION = [
+    NormalizationCase("combine", 80, "fp32", True, True),
+    NormalizationCase("measure", 80, "fp32", True, True),
+    NormalizationCase("measure", 90, "fp32", False, True),
+    NormalizationCase("scale", 80, "fp32", True, True),
+    NormalizationCase("scale", 90, "fp16", True, True),
+    NormalizationCase("scale", 90, "bf16", False, False),
+]
 # Of combine, which is launched with Triton's own number; the others are launched with as many.
 NORMALIZATION_WARPS = 4
 
@@ -124,6 +139,9 @@ def compile_normalization(case: NormalizationCase) -> Usage:
 
 
 AFFINE = list(itertools.product((80, 90), ("fp16", "bf16", "fp32"), (True, False)))
+FEW_AFFINE = [(80, "fp32", False), (90, "fp16", True)]
+ALL = [*CASES, *NORMALIZATION, *AFFINE]
+FEW_OF_ALL = [*FEW.values(), *FEW_NORMALIZATION, *FEW_AFFINE]
 
 
 def compile_affine(case: tuple[int, str, bool]) -> Usage:
@@ -223,17 +241,24 @@ def compile_kernel(
 
 
 @pytest.fixture(scope="module")
-def usages() -> dict[Any, Usage]:
+def usages(request: pytest.FixtureRequest) -> dict[Any, Usage]:
     """Compiled in a process of its own: the interpreter may have taken over Triton in this one."""
+    chosen = ALL if request.config.getoption("--all") else FEW_OF_ALL
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    run = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment)
+    numbers = [str(ALL.index(case)) for case in chosen]
+    run = subprocess.run([sys.executable, __file__, *numbers], capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr[-5000:]
     found = json.loads(run.stdout.splitlines()[-1])
-    return {case: Usage(**usage) for case, usage in zip([*CASES, *NORMALIZATION, *AFFINE], found, strict=True)}
+    return {case: Usage(**usage) for case, usage in zip(chosen, found, strict=True)}
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+def few_first(cases: list[Any]) -> list[Any]:
+    """Those that are compiled by default, and the others with ``--all``."""
+    return [case if case in FEW_OF_ALL else full(case) for case in cases]
+
+
+@pytest.mark.parametrize("case", few_first(CASES), ids=str)
 def test_a_tile_fits_where_it_is_meant_to_live(case: Case, usages: dict[Case, Usage]) -> None:
     from ds_muon.orthogonalize import triton_backend
 
@@ -248,7 +273,7 @@ def test_a_tile_fits_where_it_is_meant_to_live(case: Case, usages: dict[Case, Us
     assert usage.shared >= (tile.stages - 1) * (tile.rows + tile.cols) * tile.depth * width
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", few_first(CASES), ids=str)
 def test_half_precision_runs_on_tensor_cores_and_fp32_does_not(case: Case, usages: dict[Case, Usage]) -> None:
     usage = usages[case]
     assert usage.tensor_cores == (case.dtype != "fp32")
@@ -256,7 +281,7 @@ def test_half_precision_runs_on_tensor_cores_and_fp32_does_not(case: Case, usage
     assert (usage.tma_stores > 0) == (case.tile in ("SMALL", "WIDE", "QUARTERS"))
 
 
-@pytest.mark.parametrize("case", NORMALIZATION, ids=str)
+@pytest.mark.parametrize("case", few_first(NORMALIZATION), ids=str)
 def test_the_normalization_fits_beside_two_programs_of_the_small_tile(
     case: NormalizationCase, usages: dict[Any, Usage]
 ) -> None:
@@ -271,7 +296,9 @@ def test_the_normalization_fits_beside_two_programs_of_the_small_tile(
         small = [
             usages[other]
             for other in CASES
-            if other.tile == "SMALL" and (not other.has_c or (other.transposed == (False, False) and not padded))
+            if other in usages
+            and other.tile == "SMALL"
+            and (not other.has_c or (other.transposed == (False, False) and not padded))
         ]
         registers = [2 * allocated(other.registers, SMALL.warps) for other in small]
         assert max(registers) + allocated(usage.registers, NORMALIZATION_WARPS) <= REGISTERS
@@ -279,7 +306,7 @@ def test_the_normalization_fits_beside_two_programs_of_the_small_tile(
         assert shared + usage.shared + RESERVED <= SHARED[90]
 
 
-@pytest.mark.parametrize("case", AFFINE, ids=str)
+@pytest.mark.parametrize("case", few_first(AFFINE), ids=str)
 def test_the_polynomial_without_a_product_rounds_its_product_before_the_sum(
     case: tuple[int, str, bool], usages: dict[Any, Usage]
 ) -> None:
@@ -293,7 +320,7 @@ def allocated(registers: int, warps: int) -> int:
 
 
 if __name__ == "__main__":
+    compilers = {Case: compile_case, NormalizationCase: compile_normalization, tuple: compile_affine}
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        done = [*pool.map(compile_case, CASES), *pool.map(compile_normalization, NORMALIZATION)]
-        done += pool.map(compile_affine, AFFINE)
-        print(json.dumps([asdict(usage) for usage in done]))
+        chosen = [ALL[int(number)] for number in sys.argv[1:]]
+        print(json.dumps([asdict(usage) for usage in pool.map(lambda case: compilers[type(case)](case), chosen)]))

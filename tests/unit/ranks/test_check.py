@@ -18,9 +18,10 @@ from ds_muon import muon_update
 from ds_muon.sample.gpt import GPT
 from ds_muon.verify import CannotVerify, UpdateCheck, UpdateRecord, tolerances
 from ds_muon.verify.engine_view import MuonRule
-from ds_muon.verify.inject import found, plant
+from ds_muon.verify.inject import FAULTS, found, plant
 from ds_muon.verify.reference import SameDtypeMuon
-from tests.unit.support.checked import MODEL, SHOWN, check_gpt, train_gpt
+from tests.unit.support.cases import first_of, in_turns
+from tests.unit.support.checked import MODEL, SHOWN, check_gpt, check_prescribed, train_gpt
 from tests.unit.support.faulty import faulty_backend, sick
 from tests.unit.support.models import PrescribedGradients, ds_config, full_weights, start, train_step
 from tests.unit.support.ranks import DEVICE, run_ranks
@@ -39,22 +40,13 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 
 
-# On a CPU, where fewer kernels are at work, each fault in fp32 and in one other, in turns.
-PLANTED = [
-    (fault, precision)
-    for i, fault in enumerate(SHOWN)
-    for j, precision in enumerate(PRECISIONS)
-    if DEVICE != "cpu" or j in (0, 1 + i % (len(PRECISIONS) - 1))
-]
-
-
 @ranks
-@pytest.mark.parametrize(("fault", "precision"), PLANTED)
+@in_turns(fault=SHOWN, precision=[*PRECISIONS])
 def test_every_planted_fault_is_found_and_named(fault: str, precision: str) -> None:
     settings = dict(PRECISIONS[precision])
     params = {"weight_decay": 0.01, "adam_weight_decay": 0.1, **settings.pop("params", {})}
     config = ds_config(params, gradient_clipping=1.0, **settings)
-    for records in run_ranks(2, check_gpt, config, fault):
+    for records in run_ranks(2, check_gpt, config, fault, FAULTS[fault].steps):
         assert found(fault, records)
         # A fault is found where it is, and there only.
         of_adamw = [record for record in records if record.half == "adamw" and not record.ok]
@@ -141,16 +133,16 @@ def check_with_commit(config: dict[str, Any], fault: Any) -> list[UpdateRecord]:
 
 
 @ranks
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize(
-    ("fault", "count", "diagnosis"),
-    [
+@in_turns(
+    case=[
         (swap_two_updates, 4, "no known fault"),
         (change_one_weight, 1, "single elements: 1 of 2304 are off, the first at 7"),
         (turn_the_sign, 18, "wrong sign"),
     ],
+    dtype=["float32", "float16", "bfloat16"],
 )
-def test_faults_that_the_check_does_not_know_are_found_too(fault: Any, count: int, diagnosis: str, dtype: str) -> None:
+def test_faults_that_the_check_does_not_know_are_found_too(case: tuple[Any, int, str], dtype: str) -> None:
+    fault, count, diagnosis = case
     config = ds_config({"ns_dtype": dtype}, dtype=dtype)
     wrong = [r for r in run_ranks(2, check_with_commit, config, fault)[0] if not r.ok]
     assert len(wrong) == count and all(record.diagnosis.startswith(diagnosis) for record in wrong)
@@ -168,7 +160,7 @@ def check_large_matrix(config: dict[str, Any], fault: Any) -> list[UpdateRecord]
 
 
 @ranks
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", first_of(["float32", "bfloat16", "float16"], 2))
 def test_one_lost_element_is_found_though_it_is_nothing_in_the_norm_of_a_large_matrix(dtype: str) -> None:
     config = ds_config({"ns_dtype": dtype}, dtype=dtype)
     assert all(record.ok for record in run_ranks(2, check_large_matrix, config, None)[0])
@@ -179,19 +171,19 @@ def test_one_lost_element_is_found_though_it_is_nothing_in_the_norm_of_a_large_m
 
 def check_with_a_change_between(config: dict[str, Any], skip: bool) -> list[list[UpdateRecord]]:
     """Three steps; after the first, one weight of rank 0 changes by itself, or while a step is skipped."""
-    torch.manual_seed(0)
-    engine = start(GPT(MODEL), config)
+    shapes = [(30, 20), (12, 16), (5,)]
+    engine = start(PrescribedGradients(shapes), config)
     check = UpdateCheck(engine)
     zero, records = engine.optimizer, []
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
     for step in range(3):
+        gradients = [torch.randn(shape, generator=generator).to(engine.device) for shape in shapes]
         if step == 1 and torch.distributed.get_rank() == 0:
             zero.single_partition_of_fp32_groups[0].data[7] += 1e-3
         if step == 1 and skip:
-            tokens = torch.zeros(4, 17, dtype=torch.long, device=engine.device)
-            engine.backward(engine(tokens[:, :-1], tokens[:, 1:]) * torch.inf)
-            engine.step()
+            train_step(engine, [gradient * torch.inf for gradient in gradients])
             assert check.after_step() == []
-        train_gpt(engine, 1)
+        train_step(engine, gradients)
         records.append(check.after_step())
     return records
 
@@ -265,8 +257,9 @@ def test_a_wrong_row_variance_is_found_and_named_before_it_changes_an_update(fau
 @pytest.mark.parametrize("variant", ["muon", "normuon"])
 def test_coefficients_that_diverge_are_wrong_and_named(variant: str) -> None:
     config = ds_config({"ns_coefficients": [[4.0, 3.0, 2.0]], "ns_steps": 12, "variant": variant})
-    wrong = [r for r in run_ranks(2, check_gpt, config, None, 1)[0] if not r.ok and r.half == "muon"]
-    assert len(wrong) == 18
+    (records,) = run_ranks(2, check_prescribed, [(30, 20), (20, 30), (12, 12), (5,)], config, 1)[0]
+    wrong = [record for record in records if not record.ok and record.half == "muon"]
+    assert len(wrong) == 3
     assert all(
         r.diagnosis == "not finite: the applied change is not, nor is the reference: the coefficients diverge"
         for r in wrong
@@ -279,9 +272,9 @@ def test_coefficients_that_diverge_are_wrong_and_named(variant: str) -> None:
 SMALL = [(9, 9)] * 8 + [(32, 32)] * 4 + [(2, 2)] * 8 + [(3, 17)] * 4 + [(40, 10)] * 4 + [(7,), (33,)]
 
 
-def check_small(config: dict[str, Any], one_direction: bool) -> list[UpdateRecord]:
+def check_small(config: dict[str, Any], one_direction: bool, seeds: int) -> list[UpdateRecord]:
     records = []
-    for seed in range(3):
+    for seed in range(seeds):
         engine = start(PrescribedGradients(SMALL), config)
         check = UpdateCheck(engine)
         generator = torch.Generator().manual_seed(100 * seed + torch.distributed.get_rank())
@@ -303,48 +296,50 @@ def draw(shape: tuple[int, ...], generator: torch.Generator, one_direction: bool
 
 
 @ranks
-@pytest.mark.parametrize("one_direction", [False, True])
-@pytest.mark.parametrize(
-    ("dtype", "ns_dtype", "accumulation", "of_directions", "of_noise"),
-    [
+@pytest.mark.parametrize("seeds", first_of([1, 3]))
+@in_turns(
+    case=[
         ("float32", "float32", 1, "quintic", "polar_express"),
         ("float32", "float16", 1, "polar_express", "quintic"),
         ("bfloat16", "bfloat16", 4, "quintic", "polar_express"),
         ("bfloat16", "bfloat16", 4, "polar_express", "quintic"),
         ("float16", "float16", 8, "polar_express", "quintic"),
     ],
+    one_direction=[True, False],
 )
 def test_small_and_ill_conditioned_matrices_raise_no_false_alarm(
-    dtype: str, ns_dtype: str, accumulation: int, of_directions: str, of_noise: str, one_direction: bool
+    case: tuple[str, str, int, str, str], one_direction: bool, seeds: int
 ) -> None:
+    dtype, ns_dtype, accumulation, of_directions, of_noise = case
     coefficients = of_directions if one_direction else of_noise
     config = ds_config(
         {"ns_dtype": ns_dtype, "ns_coefficients": coefficients},
         dtype=dtype,
         gradient_accumulation_steps=accumulation,
     )
-    records = run_ranks(2, check_small, config, one_direction)[0]
-    assert len(records) == 9 * len(SMALL)
+    records = run_ranks(2, check_small, config, one_direction, seeds)[0]
+    assert len(records) == 3 * seeds * len(SMALL)
     assert not [record for record in records if not record.ok]
 
 
-def check_tiny_adamw(config: dict[str, Any]) -> list[UpdateRecord]:
+def check_tiny_adamw(config: dict[str, Any], steps: int) -> list[UpdateRecord]:
     shapes = [(16, 16), *[(1,)] * 60, *[(3,)] * 30, (17,)]
     engine = start(PrescribedGradients(shapes), config)
     check = UpdateCheck(engine)
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
     records = []
-    for _ in range(6):
+    for _ in range(steps):
         train_step(engine, [torch.randn(shape, generator=generator).to(engine.device) for shape in shapes])
         records += check.after_step()
     return records
 
 
 @ranks
+@pytest.mark.parametrize("steps", first_of([2, 6]))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_adamw_tensors_of_one_element_raise_no_false_alarm(dtype: str) -> None:
-    records = run_ranks(2, check_tiny_adamw, ds_config(dtype=dtype))[0]
-    assert len(records) == 6 * 92 and not [record for record in records if not record.ok]
+def test_adamw_tensors_of_one_element_raise_no_false_alarm(dtype: str, steps: int) -> None:
+    records = run_ranks(2, check_tiny_adamw, ds_config(dtype=dtype), steps)[0]
+    assert len(records) == steps * 92 and not [record for record in records if not record.ok]
 
 
 def weights_after(config: dict[str, Any], checked: bool) -> dict[str, Tensor]:
@@ -405,7 +400,7 @@ def check_deepspeeds_muon(clipping: float | None) -> list[UpdateRecord]:
     optimizer = {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 1e-3}}
     config = ds_config(optimizer=optimizer, gradient_clipping=clipping)
     with torch.compiler.set_stance("force_eager"):  # it compiles for minutes on CPU
-        return check_gpt(config, model=LoudGPT)
+        return check_gpt(config, steps=1, model=LoudGPT)
 
 
 @ranks
@@ -485,8 +480,7 @@ def train_with_checks(config: dict[str, Any], steps: int, fault: str | None) -> 
 
 
 @ranks
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("every", [1, 3])
+@in_turns(every=[1, 3], dtype=["float32", "bfloat16"])
 def test_verify_every_checks_one_matrix_each_k_steps_in_turn_on_its_owner(every: int, dtype: str) -> None:
     steps = 19 * every
     config = ds_config({"verify_every": every}, dtype=dtype, stage=1 if every == 3 else 2)

@@ -1,37 +1,30 @@
-"""Every combination that a user is likely to run, each update against the references: on CPU ranks, and on two GPUs.
-
-With ``DS_MUON_TEST_DEVICE=cuda`` the ranks are on GPUs; the cases of the device that they are not on are skipped.
-"""
+"""Combinations that users are likely to run, each update against the references: on CPU ranks, or on two GPUs."""
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 
+from tests.unit.support.cases import pairwise
 from tests.unit.support.checked import assert_right, check_block
 from tests.unit.support.models import ds_config
-from tests.unit.support.ranks import DEVICE, run_ranks
+from tests.unit.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
-DTYPES = ("float32", "bfloat16", "float16")
-CASES = [(*case, "muon") for case in itertools.product((1, 2), ("gram", "standard"), DTYPES, (True, False), (1, 4))]
-CASES += [(*case, "normuon") for case in itertools.product((1, 2), ("gram", "standard"), DTYPES, (True,), (4,))]
 
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize(
-    ("stage", "method", "dtype", "overlap", "accumulation", "variant"),
-    CASES,
-    ids=[f"zero{s}-{m}-{d}-{'overlap' if o else 'no_overlap'}-accumulate{a}-{v}" for s, m, d, o, a, v in CASES],
+@pairwise(
+    dtype=["float32", "bfloat16", "float16"],
+    stage=[1, 2],
+    method=["gram", "standard"],
+    overlap=[True, False],
+    accumulation=[1, 4],
+    variant=["muon", "normuon"],
 )
 def test_every_update_is_right(
-    stage: int, method: str, dtype: str, overlap: bool, accumulation: int, variant: str, device: str
+    dtype: str, stage: int, method: str, overlap: bool, accumulation: int, variant: str
 ) -> None:
-    if device != DEVICE:
-        pytest.skip("needs 2 GPUs" if device == "cuda" else "the ranks of this run are on GPUs")
     config: dict[str, Any] = ds_config(
         {"ns_method": method, "ns_dtype": dtype, "weight_decay": 0.1, "variant": variant},
         dtype=dtype,

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from ds_muon.verify import UpdateCheck, UpdateRecord
-from tests.unit.support.checked import assert_right, check_block
+from tests.unit.support.cases import in_turns
+from tests.unit.support.checked import assert_right, check_block, check_prescribed
 from tests.unit.support.models import Block, PrescribedGradients, ds_config, sequence_parallel, start, train_step
 from tests.unit.support.ranks import run_ranks
 
@@ -26,27 +27,12 @@ STRADDLING = {
 }
 
 
-def check_prescribed(shapes: list[tuple[int, ...]], config: dict[str, Any], steps: int) -> list[list[UpdateRecord]]:
-    engine = start(PrescribedGradients(shapes), config)
-    check = UpdateCheck(engine)
-    generator = torch.Generator().manual_seed(1 + torch.distributed.get_rank())
-    records = []
-    for _ in range(steps):
-        gradients = [torch.randn(shape, generator=generator).to(engine.device) for shape in shapes]
-        train_step(engine, gradients)
-        records.append(check.after_step())
-    engine.destroy()
-    return records
-
-
-@pytest.mark.parametrize("method", ["gram", "standard"])
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("case", STRADDLING)
+@in_turns(case=[*STRADDLING], stage=[1, 2], method=["gram", "standard"])
 def test_every_change_is_the_reference_within_1e5(case: str, stage: int, method: str) -> None:
     world_size, shapes = STRADDLING[case]
     # A large rate, so that the rounding of the fp32 weights does not hide the error of the change.
     config = ds_config({"lr": 1.0, "adam_lr": 0.5, "ns_method": method, "ns_dtype": "float32"}, stage=stage)
-    ranks = run_ranks(world_size, check_prescribed, shapes, config, 10)
+    ranks = run_ranks(world_size, check_prescribed, shapes, config, 4)
     assert_right(ranks[0], 1e-5)
     assert all(ranks[0] == other for other in ranks[1:])
 
@@ -87,8 +73,7 @@ SETUPS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("setup", SETUPS)
+@in_turns(setup=[*SETUPS], stage=[1, 2])
 def test_a_network_trains_right_in_fp32(setup: str, stage: int) -> None:
     world_size = 3 if "round robin" in setup or "alignment" in setup else 2
     settings = dict(SETUPS[setup])
@@ -113,8 +98,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@in_turns(precision=[*PRECISIONS], stage=[1, 2])
 def test_a_network_trains_right_in_half_precision(precision: str, stage: int) -> None:
     config = ds_config(stage=stage, gradient_accumulation_steps=2, **PRECISIONS[precision])
     ranks = run_ranks(2, check_block, config, 3)
@@ -124,8 +108,7 @@ def test_a_network_trains_right_in_half_precision(precision: str, stage: int) ->
         assert_right([[r for r in step if r.half == "muon"] for step in ranks[0]], 0.01)
 
 
-@pytest.mark.parametrize("ns_dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("method", ["gram", "standard"])
+@in_turns(ns_dtype=["bfloat16", "float16"], method=["gram", "standard"])
 def test_iterating_in_half_precision_stays_within_its_tolerance(method: str, ns_dtype: str) -> None:
     config = ds_config({"ns_method": method, "ns_dtype": ns_dtype})
     assert_right(run_ranks(2, check_block, config, 3)[0])

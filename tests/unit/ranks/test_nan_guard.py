@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ds_muon.guard import SkippedSteps
-from tests.unit.support.bad_steps import CASES, SECONDS, SHAPES, STRADDLING, WHOLE, bad_second_step, engine_of
+from tests.unit.support.bad_steps import CASES, SECONDS, SHAPES, STRADDLING, TINY, WHOLE, bad_second_step, engine_of
+from tests.unit.support.cases import first_of, in_turns, some
 from tests.unit.support.faulty import faulty_backend, sick
 from tests.unit.support.models import PrescribedGradients, ds_config, full_weights, start, train_step
 from tests.unit.support.ranks import DEVICE, RankFailure, run_ranks
@@ -20,18 +21,17 @@ from tests.unit.support.steps import assert_equal, exact_gradients
 pytestmark = pytest.mark.ranks
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize(("world_size", "shape"), CASES)
-def test_off_applies_the_nan_and_shows_what_it_does(world_size: int, shape: tuple[int, int], stage: int) -> None:
+@some([((2, STRADDLING), 1), ((2, WHOLE), 2)], case=CASES, stage=[1, 2])
+def test_off_applies_the_nan_and_shows_what_it_does(case: tuple[int, tuple[int, int]], stage: int) -> None:
+    world_size, shape = case
     for found in run_ranks(world_size, bad_second_step, ds_config(stage=stage), shape, timeout=SECONDS):
         assert not found["finite"] and not found["weights stayed"]
         assert found["skipped"] == 0 and found["warnings"] == []
 
 
-@pytest.mark.parametrize("variant", ["muon", "normuon"])
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize(("world_size", "shape"), CASES)
-def test_skip_moves_nothing_but_the_momentum(world_size: int, shape: tuple[int, int], stage: int, variant: str) -> None:
+@in_turns(case=CASES, stage=[1, 2], variant=["muon", "normuon"])
+def test_skip_moves_nothing_but_the_momentum(case: tuple[int, tuple[int, int]], stage: int, variant: str) -> None:
+    world_size, shape = case
     params = {"nan_guard": "skip", "weight_decay": 0.1, "variant": variant}
     config = ds_config(params, stage=stage)
     ranks = run_ranks(world_size, bad_second_step, config, shape, timeout=SECONDS)
@@ -64,7 +64,7 @@ def three_steps(config: dict[str, Any], shape: tuple[int, int] | None) -> dict[s
     return {name: w for name, w in full_weights(engine).items() if w.ndim == 2}
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", first_of([3, 2]))
 def test_muon_goes_on_bit_for_bit_as_if_the_rate_had_been_zero_in_the_skipped_step(world_size: int) -> None:
     config = ds_config({"nan_guard": "skip", "weight_decay": 0.1})
     skipped, muted = (run_ranks(world_size, three_steps, config, s, timeout=SECONDS) for s in (STRADDLING, None))
@@ -72,11 +72,11 @@ def test_muon_goes_on_bit_for_bit_as_if_the_rate_had_been_zero_in_the_skipped_st
         assert_equal(found, other)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize(("world_size", "shape"), CASES)
+@some([((2, WHOLE), 1), ((3, STRADDLING), 2), ((4, TINY), 1)], case=CASES, stage=[1, 2])
 def test_raise_raises_the_same_error_on_every_rank_and_applies_nothing(
-    world_size: int, shape: tuple[int, int], stage: int
+    case: tuple[int, tuple[int, int]], stage: int
 ) -> None:
+    world_size, shape = case
     config = ds_config({"nan_guard": "raise", "weight_decay": 0.1}, stage=stage)
     ranks = run_ranks(world_size, bad_second_step, config, shape, timeout=SECONDS)
     assert len({found["raised"] for found in ranks}) == 1
@@ -108,7 +108,7 @@ def one_sick_rank(config: dict[str, Any], bad_rank: int) -> list[bool]:
     return skipped
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", first_of([3, 2, 4]))
 def test_only_the_owner_of_a_matrix_can_spoil_it_and_then_all_skip(world_size: int) -> None:
     config = ds_config({"nan_guard": "skip"})
     by_rank = [run_ranks(world_size, one_sick_rank, config, rank, timeout=SECONDS) for rank in range(world_size)]
@@ -139,17 +139,17 @@ def collectives(config: dict[str, Any]) -> tuple[int, list[str]]:
     return reduced.call_count, reads
 
 
-@pytest.mark.parametrize(
-    ("params", "reductions"),
-    [
+@in_turns(
+    case=[
         ({}, 1),
         ({"nan_guard": "skip"}, 2),
         ({"nan_guard": "raise"}, 2),
         ({"nan_guard": "skip", "variant": "normuon"}, 4),
     ],
+    threshold=[None, 1e6],
 )
-@pytest.mark.parametrize("threshold", [None, 1e6])
-def test_the_host_waits_once_a_step(params: dict[str, Any], reductions: int, threshold: float | None) -> None:
+def test_the_host_waits_once_a_step(case: tuple[dict[str, Any], int], threshold: float | None) -> None:
+    params, reductions = case
     config = ds_config({**params, "grad_norm_skip_threshold": threshold}, gradient_clipping=0.1)
     assert run_ranks(2, collectives, config) == [(reductions, ["tolist"])] * 2
 

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from ds_muon import muon_update, reference_newton_schulz
 from ds_muon.update import advance_row_variance, update_scale
 from ds_muon.verify import UpdateCheck, UpdateRecord
 from ds_muon.verify.reference import RowNormalization
+from tests.unit.support.cases import in_turns, some
 from tests.unit.support.models import (
     PrescribedGradients,
     ds_config,
     full_weights,
     start,
-    start_groups,
     train_step,
     variances,
 )
 from tests.unit.support.ranks import run_ranks
 from tests.unit.support.spectra import gaussian
-from tests.unit.support.steps import SHAPES, assert_equal, exact_gradients, muon_names, train
+from tests.unit.support.steps import SHAPES, assert_equal, exact_gradients, muon_names
 
 NORMUON = {"variant": "normuon", "weight_decay": 0.1}
 GRIDS = [(16, 16), (24, 40), (40, 24), (3, 50), (2, 3)]
@@ -161,54 +161,6 @@ def test_a_batch_gives_every_matrix_its_own_factors(dtype: torch.dtype, tall: bo
 # ---- in a step ------------------------------------------------------------------------------------------------------
 
 
-def train_variances(config: dict[str, Any], steps: int, groups: int) -> dict[str, Tensor]:
-    engine = start_groups(SHAPES, config, groups)
-    for step in range(steps):
-        train_step(engine, exact_gradients(SHAPES, step, engine.device))
-    return variances(engine)
-
-
-@pytest.fixture(scope="module")
-def one_rank() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    config = ds_config(NORMUON)
-    return run_ranks(1, train, SHAPES, config, 3)[0], run_ranks(1, train_variances, config, 3, 1)[0]
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("zero", [{}, {"round_robin_gradients": True}])
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_weights_and_variances_are_bit_equal_for_any_cut(
-    world_size: int, stage: int, groups: int, zero: dict[str, Any], one_rank: Any
-) -> None:
-    weights, moments = one_rank
-    config = ds_config(NORMUON, stage=stage, zero=zero)
-    for found in run_ranks(world_size, train, SHAPES, config, 3, 1.0, groups):
-        assert_equal(found, weights)
-    for found in run_ranks(world_size, train_variances, config, 3, groups):
-        assert_equal(found, moments)
-        assert sorted(found) == muon_names(SHAPES)
-
-
-def apply_muon_update(shapes: list[tuple[int, ...]], steps: int) -> dict[str, Tensor]:
-    device = torch.device(get_accelerator().current_device_name())
-    model = PrescribedGradients(shapes).to(device)
-    state = [(torch.zeros(shape, device=device), torch.zeros(shape[0], device=device)) for shape in shapes]
-    for step in range(steps):
-        gradients = exact_gradients(shapes, step, device)
-        for p, g, (momentum_buffer, row_variance) in zip(model.parameters(), gradients, state, strict=True):
-            p.data -= 0.02 * muon_update(g, momentum_buffer, row_variance=row_variance, beta2=0.8)
-    return {name: p.detach().cpu() for name, p in model.named_parameters()}
-
-
-@pytest.mark.ranks
-def test_the_engine_applies_exactly_what_muon_update_returns() -> None:
-    (expected,) = run_ranks(1, apply_muon_update, SHAPES[:4], 3)
-    config = ds_config({"variant": "normuon", "beta2": 0.8})
-    assert_equal(run_ranks(2, train, SHAPES[:4], config, 3)[0], expected)
-
-
 def checked(config: dict[str, Any], steps: int) -> tuple[list[UpdateRecord], bool]:
     engine = start(PrescribedGradients(SHAPES), config)
     check = UpdateCheck(engine)
@@ -226,8 +178,7 @@ def checked(config: dict[str, Any], steps: int) -> tuple[list[UpdateRecord], boo
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@some([(1, 2), (3, 1)], world_size=[1, 2, 3, 4], stage=[1, 2])
 def test_updates_in_fp32_are_within_1e_5_of_fp64_and_variances_agree(world_size: int, stage: int) -> None:
     config = ds_config({**NORMUON, "weight_decay": 0.0, "lr": 1.0, "ns_dtype": "float32"}, stage=stage)
     for records, agree in run_ranks(world_size, checked, config, 4):
@@ -253,16 +204,14 @@ def checked_with_a_small_row(config: dict[str, Any], size: float) -> list[Update
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("size", [1e-3, 1e-5, 1e-7, 1e-9, 1e-11, 1e-15, 0.0])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_row_that_hardly_gets_a_gradient_is_no_false_alarm(dtype: str, size: float) -> None:
+@in_turns(size=[1e-3, 1e-5, 1e-7, 1e-9, 1e-11, 1e-15, 0.0], dtype=["float32", "bfloat16", "float16"])
+def test_a_row_that_hardly_gets_a_gradient_is_no_false_alarm(size: float, dtype: str) -> None:
     records = run_ranks(2, checked_with_a_small_row, ds_config({**NORMUON, "ns_dtype": dtype}), size)[0]
     assert all(record.ok for record in records), [(r.against_fp64, r.diagnosis) for r in records if not r.ok]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("method", ["gram", "standard"])
+@in_turns(dtype=["float32", "bfloat16", "float16"], method=["standard", "gram"])
 def test_updates_are_right_in_every_dtype(dtype: str, method: str) -> None:
     config = ds_config({**NORMUON, "ns_dtype": dtype, "ns_method": method}, dtype=dtype)
     for records, agree in run_ranks(2, checked, config, 4):
@@ -283,13 +232,20 @@ def with_a_bad_gradient(config: dict[str, Any], bad: float | None) -> tuple[dict
     return variances(engine), full_weights(engine)
 
 
+def with_a_threshold(stage: int) -> dict[str, Any]:
+    return ds_config({**NORMUON, "grad_norm_skip_threshold": 1e6}, stage=stage)
+
+
+@functools.cache
+def without_a_bad_gradient() -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    return run_ranks(2, with_a_bad_gradient, with_a_threshold(2), None)
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e9])
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_skipped_step_leaves_no_trace_in_variances_and_weights(stage: int, bad: float) -> None:
-    config = ds_config({**NORMUON, "grad_norm_skip_threshold": 1e6}, stage=stage)
-    clean, skipped = (run_ranks(2, with_a_bad_gradient, config, value) for value in (None, bad))
-    for (moments, weights), (other_moments, other_weights) in zip(skipped, clean, strict=True):
+@in_turns(bad=[torch.nan, torch.inf, 1e9], stage=[1, 2])
+def test_a_skipped_step_leaves_no_trace_in_variances_and_weights(bad: float, stage: int) -> None:
+    skipped = run_ranks(2, with_a_bad_gradient, with_a_threshold(stage), bad)
+    for (moments, weights), (other_moments, other_weights) in zip(skipped, without_a_bad_gradient(), strict=True):
         assert_equal(moments, other_moments)
         assert_equal(weights, other_weights)
 

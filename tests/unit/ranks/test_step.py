@@ -1,18 +1,17 @@
-"""What a step does and does not: partition invariance, clipping, scale, zeros, counts, state."""
+"""What a step does and does not: clipping, scale, zeros, counts, state, skips."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from ds_muon import muon_group
-from ds_muon.update import muon_update
-from tests.unit.support.batches import cut_into
+from tests.unit.support.cases import first_of, full, in_turns, pairwise
 from tests.unit.support.models import PrescribedGradients, ds_config, full_weights, start, start_groups, train_step
 from tests.unit.support.ranks import run_ranks
 from tests.unit.support.steps import SHAPES, assert_equal, exact_gradients, muon_names, state_of, train
@@ -20,113 +19,18 @@ from tests.unit.support.steps import SHAPES, assert_equal, exact_gradients, muon
 pytestmark = pytest.mark.ranks
 
 
-def test_adamw_weights_do_not_depend_on_the_world_size() -> None:
-    # Cut in three, 40 elements end in the middle of a vector register.
-    config = ds_config({"adam_lr": 3e-3})
-    one, two, three = (run_ranks(world_size, train, [(16, 16), (40,)], config, 12)[0] for world_size in (1, 2, 3))
-    assert_equal(one, two)
-    assert_equal(one, three)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_length_of_a_tensor_changes_no_bit(dtype: str) -> None:
-    """Operations on lists get pieces of tensors that are too long for them: gradients, and AdamW's, fused or not."""
-    config = ds_config(dtype=dtype)
-    expected = run_ranks(2, train, SHAPES, config, 3)[0]
-    for weights, copied, stepped in run_ranks(2, train_with_long_tensors, config):
-        assert_equal(weights, expected)
-        # Updates are written by the same operation as gradients; a matrix in pieces of 8 is a gradient.
-        assert 8 in copied and max(stepped) == 8
-
-
-def train_with_long_tensors(config: dict[str, Any]) -> tuple[dict[str, Tensor], list[int], list[int]]:
-    """The weights; of each call to ``_foreach_copy_`` the longest tensor; the lengths of all that AdamW stepped."""
-    stepped: list[int] = []
-    adamw = torch.optim.AdamW.step
-
-    def step(self: torch.optim.AdamW) -> None:
-        stepped.extend(p.numel() for group in self.param_groups for p in group["params"])
-        adamw(self)
-
-    with (
-        mock.patch("ds_muon.zero.LARGEST_IN_LIST", 8),
-        mock.patch("ds_muon.optimizer.LARGEST_IN_LIST", 8),
-        mock.patch("torch.optim.AdamW.step", step),
-        mock.patch("torch._foreach_copy_", wraps=torch._foreach_copy_) as copy,
-    ):
-        weights = train(SHAPES, config, 3)
-    return weights, [max(piece.numel() for piece in call.args[1]) for call in copy.call_args_list], stepped
-
-
-# ---- the result does not depend on the partition --------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def one_rank() -> dict[str, Tensor]:
-    return run_ranks(1, train, SHAPES, ds_config({"weight_decay": 0.1}, stage=2, gradient_clipping=0.5), 3)[0]
-
-
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_weights_are_bit_equal_for_any_cut(
-    world_size: int, stage: int, groups: int, one_rank: dict[str, Tensor]
-) -> None:
-    config = ds_config({"weight_decay": 0.1}, stage=stage, gradient_clipping=0.5)
-    for weights in run_ranks(world_size, train, SHAPES, config, 3, 1.0, groups):
-        assert_equal(weights, one_rank)
-
-
-@pytest.mark.parametrize("zero", [{"round_robin_gradients": True}, {"parameter_alignment": True}])
-def test_weights_are_bit_equal_for_any_layout(zero: dict[str, Any], one_rank: dict[str, Tensor]) -> None:
-    config = ds_config({"weight_decay": 0.1}, zero=zero, gradient_clipping=0.5)
-    assert_equal(run_ranks(3, train, SHAPES, config, 3)[0], one_rank)
-
-
-def apply_muon_update(shapes: list[tuple[int, ...]], lr: float, steps: int) -> dict[str, Tensor]:
-    device = torch.device(get_accelerator().current_device_name())
-    model = PrescribedGradients(shapes).to(device)
-    buffers = [torch.zeros(shape, device=device) for shape in shapes]
-    for step in range(steps):
-        gradients = exact_gradients(shapes, step, device)
-        for p, g, buffer in zip(model.parameters(), gradients, buffers, strict=True):
-            p.data -= lr * muon_update(g, buffer)
-    return {name: p.detach().cpu() for name, p in model.named_parameters()}
-
-
-def test_the_engine_applies_exactly_what_muon_update_returns() -> None:
-    """The public function on whole matrices and the engine on pieces of them: the same bits."""
-    shapes = SHAPES[:4]
-    (expected,) = run_ranks(1, apply_muon_update, shapes, 0.02, 3)
-    assert_equal(run_ranks(2, train, shapes, ds_config({"lr": 0.02}), 3)[0], expected)
-
-
-@pytest.mark.parametrize("variant", ["muon", "normuon"])
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_weights_are_bit_equal_for_any_size_of_the_batches(world_size: int, variant: str) -> None:
-    """Whole and straddling matrices of one shape run together, as on a GPU."""
-    shapes = [(24, 40)] * 5 + [(40, 24)] * 3 + [(16, 16)] * 4 + [(7,)]
-    config = ds_config({"variant": variant, "weight_decay": 0.1})
-    alone = run_ranks(world_size, train_in_batches, shapes, config, 1)
-    for size in (2, 3, 100):
-        for found, other in zip(run_ranks(world_size, train_in_batches, shapes, config, size), alone, strict=True):
-            assert_equal(found, other)
-
-
-def train_in_batches(shapes: list[tuple[int, ...]], config: dict[str, Any], size: int) -> dict[str, Tensor]:
-    with mock.patch.object(muon_group, "batches", cut_into(size)):
-        return train(shapes, config, 2)
-
-
 # ---- clipping and norms ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_clipping_leaves_muon_weights_bit_equal(stage: int) -> None:
-    unclipped = run_ranks(2, train, SHAPES, ds_config(stage=stage, gradient_clipping=0), 3)[0]
-    for clipping in (None, 1.0, 1e-8):
-        clipped = run_ranks(2, train, SHAPES, ds_config(stage=stage, gradient_clipping=clipping), 3)[0]
-        assert_equal(clipped, unclipped, muon_names(SHAPES))
+@functools.cache
+def unclipped() -> dict[str, Tensor]:
+    return run_ranks(2, train, SHAPES, ds_config(gradient_clipping=0), 3)[0]
+
+
+@in_turns(clipping=[None, 1.0, 1e-8], stage=[1, 2])
+def test_clipping_leaves_muon_weights_bit_equal(clipping: float | None, stage: int) -> None:
+    clipped = run_ranks(2, train, SHAPES, ds_config(stage=stage, gradient_clipping=clipping), 3)[0]
+    assert_equal(clipped, unclipped(), muon_names(SHAPES))
 
 
 def norms(config: dict[str, Any]) -> dict[str, float]:
@@ -160,8 +64,7 @@ def test_compute_grad_norm_false_reports_none() -> None:
     assert run_ranks(2, reported_norms, ds_config(zero={"compute_grad_norm": False}))[0] == [None] * 3
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@in_turns(dtype=["float32", "bfloat16", "float16"], stage=[1, 2])
 def test_the_norm_is_a_tensor_as_deepspeeds_own_and_infinite_in_an_overflow(dtype: str, stage: int) -> None:
     ours, adamws = ds_config(dtype=dtype, stage=stage), ds_config(dtype=dtype, stage=stage)
     adamws["optimizer"] = {"type": "AdamW", "params": {"torch_adam": True}}
@@ -190,20 +93,24 @@ def reported_norms(config: dict[str, Any]) -> list[dict[str, Any] | None]:
 
 # ---- scale and zeros ------------------------------------------------------------------------------------------------
 
+MATRICES: list[tuple[int, ...]] = [(48, 48), (16, 48), (48, 16)]
 
-@pytest.mark.parametrize("exponent", [-30, -20, -10, -7, 7, 15])
+
+@functools.cache
+def scaled_by(factor: float) -> dict[str, Tensor]:
+    return run_ranks(2, train, MATRICES, ds_config({"lr": 1.0, "ns_dtype": "float32"}), 1, factor)[0]
+
+
+@pytest.mark.parametrize("exponent", first_of([-30, 15, -20, -10, -7, 7], 2))
 def test_an_engine_step_does_not_depend_on_the_gradients_scale(exponent: int) -> None:
-    shapes = [(48, 48), (16, 48), (48, 16)]
-    config = ds_config({"lr": 1.0, "ns_dtype": "float32"})
-    before = dict(PrescribedGradients(shapes).named_parameters())
-    unscaled = run_ranks(2, train, shapes, config, 1)[0]
-    scaled = run_ranks(2, train, shapes, config, 1, 10.0**exponent)[0]
+    before = dict(PrescribedGradients(MATRICES).named_parameters())
+    unscaled, scaled = scaled_by(1.0), scaled_by(10.0**exponent)
     for name in unscaled:
         change = unscaled[name] - before[name].data
         assert (scaled[name] - unscaled[name]).norm() <= 1e-5 * change.norm(), name
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", full("float32")])
 def test_zero_gradients_leave_muon_weights_untouched(dtype: str) -> None:
     shapes = [(48, 48), (16, 48)]
     config = ds_config(dtype=dtype)
@@ -232,10 +139,7 @@ def count_orthogonalizations(shapes: list[tuple[int, ...]], config: dict[str, An
     return sum(ours), theirs.call_count
 
 
-@pytest.mark.parametrize("tag", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pairwise(world_size=[1, 2, 4], stage=[1, 2], dtype=["float32", "bfloat16"], tag=[False, True])
 def test_every_matrix_is_orthogonalized_once_and_never_by_deepspeed(
     world_size: int, stage: int, dtype: str, tag: bool
 ) -> None:
@@ -278,8 +182,7 @@ def inspect_state(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("momentum_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("stage", [1, 2])
+@in_turns(stage=[1, 2], momentum_dtype=["float32", "bfloat16"])
 def test_momentum_is_one_partition_sized_tensor_that_deepspeed_can_read(stage: int, momentum_dtype: str) -> None:
     for found in run_ranks(2, inspect_state, ds_config({"momentum_dtype": momentum_dtype}, stage=stage)):
         (size, partition), dtype = found["sizes"]
@@ -380,11 +283,15 @@ def step_with_nan(config: dict[str, Any], position: int | None, bad_rank: int) -
     }
 
 
-@pytest.mark.parametrize("position", [0, 1, 2, 3])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_nan_on_one_rank_moves_nothing_anywhere(dtype: str, position: int) -> None:
+@functools.cache
+def without_a_nan(dtype: str) -> list[dict[str, Any]]:
+    return run_ranks(2, step_with_nan, ds_config({"weight_decay": 0.1}, dtype=dtype), None, 1)
+
+
+@in_turns(position=[0, 1, 2, 3], dtype=["float32", "bfloat16", "float16"])
+def test_a_nan_on_one_rank_moves_nothing_anywhere(position: int, dtype: str) -> None:
     config = ds_config({"weight_decay": 0.1}, dtype=dtype)
-    clean = run_ranks(2, step_with_nan, config, None, 1)
+    clean = without_a_nan(dtype)
     for found, other in zip(run_ranks(2, step_with_nan, config, position, 1), clean, strict=True):
         assert found["untouched"] and found["skipped"] == 1
         assert all(weight.isfinite().all() for weight in found["weights"].values())
@@ -423,19 +330,24 @@ def steps_with_a_spike(config: dict[str, Any], position: int | None, bad_rank: i
     return {**found, "weights": full_weights(engine)}
 
 
-@pytest.mark.parametrize("position", [1, 3])
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("world_size", [2, 3])
+def with_a_threshold(dtype: str, stage: int) -> dict[str, Any]:
+    return ds_config({"weight_decay": 0.1, "grad_norm_skip_threshold": 10.0}, dtype=dtype, stage=stage)
+
+
+@functools.cache
+def without_a_spike(dtype: str) -> dict[str, Tensor]:
+    """The weights, which depend on neither the world size nor the stage."""
+    return run_ranks(2, steps_with_a_spike, with_a_threshold(dtype, 2), None, 0)[0]["weights"]
+
+
+@in_turns(world_size=[2, 3], dtype=["float32", "bfloat16", "float16"], stage=[2, 1], position=[1, 3])
 def test_a_spike_in_adamws_gradients_skips_the_step_as_if_it_had_never_been(
     world_size: int, dtype: str, stage: int, position: int
 ) -> None:
-    config = ds_config({"weight_decay": 0.1, "grad_norm_skip_threshold": 10.0}, dtype=dtype, stage=stage)
-    clean = run_ranks(world_size, steps_with_a_spike, config, None, 0)
-    for found, other in zip(run_ranks(world_size, steps_with_a_spike, config, position, 1), clean, strict=True):
+    for found in run_ranks(world_size, steps_with_a_spike, with_a_threshold(dtype, stage), position, 1):
         assert found["untouched"] and found["skipped"] == 1 and found["scale"] == 1
         assert 10 < found["norm"] < float("inf")
-        assert_equal(found["weights"], other["weights"])
+        assert_equal(found["weights"], without_a_spike(dtype))
 
 
 @pytest.mark.parametrize(("threshold", "position"), [(None, 1), (1e6, 1), (10.0, 0), (10.0, 2)])

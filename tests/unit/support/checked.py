@@ -10,7 +10,7 @@ import torch
 from ds_muon.sample.gpt import GPT, GPTConfig
 from ds_muon.verify import UpdateCheck, UpdateRecord
 from ds_muon.verify.inject import FAULTS, plant
-from tests.unit.support.models import Block, start, train_step
+from tests.unit.support.models import Block, PrescribedGradients, start, train_step
 
 # Three layers: the boundary between two ranks cuts a matrix of the middle one.
 MODEL = GPTConfig(n_layer=3, n_head=2, n_embd=48, block_size=16)
@@ -37,6 +37,19 @@ def check_gpt(
             train_gpt(engine, 1)
             records += check.after_step()
     check.close()
+    engine.destroy()
+    return records
+
+
+def check_prescribed(shapes: list[tuple[int, ...]], config: dict[str, Any], steps: int) -> list[list[UpdateRecord]]:
+    engine = start(PrescribedGradients(shapes), config)
+    check = UpdateCheck(engine)
+    generator = torch.Generator().manual_seed(1 + torch.distributed.get_rank())
+    records = []
+    for _ in range(steps):
+        gradients = [torch.randn(shape, generator=generator).to(engine.device) for shape in shapes]
+        train_step(engine, gradients)
+        records.append(check.after_step())
     engine.destroy()
     return records
 

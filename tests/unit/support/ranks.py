@@ -5,7 +5,7 @@ order of rank. The function must be importable (module level). A rank that raise
 hang ends at the timeout, and the next call starts new workers.
 
 Ranks run on CPU over gloo, or, with ``DS_MUON_TEST_DEVICE=cuda``, on GPUs over NCCL, where a test that needs more
-ranks than there are GPUs is skipped. ``DS_MUON_TEST_DEFAULTS`` is of ``tests/unit/defaults.py``.
+ranks than there are GPUs is skipped. ``DS_MUON_TEST_DEFAULTS`` is of ``tests/unit/support/defaults.py``.
 """
 
 from __future__ import annotations
