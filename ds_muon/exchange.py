@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from ds_muon.orthogonalize import NewtonSchulz
 from ds_muon.plan.partition import GroupPlan, Matrix, Slice
@@ -81,6 +82,8 @@ class Exchange:
     def __init__(self, plan: GroupPlan, rank: int, process_group: dist.ProcessGroup | None) -> None:
         self.owned = plan.owned_travellers(rank)
         """Travelling matrices that this rank orthogonalizes, in the order of ``gather``'s result."""
+        self.sent_bytes = 0
+        """In all, by this rank."""
         self._active = bool(plan.travellers)
         self._process_group = process_group
         # The same in every step, and work for the host where there are many ranks.
@@ -88,6 +91,7 @@ class Exchange:
         self._incoming = _Routes.of(plan.incoming(rank))
         self._kept = tuple((m, piece) for m in self.owned for piece in m.slices if piece.rank == rank)
 
+    @record_function("ds_muon::exchange")
     def gather(self, partition: Tensor) -> Transfer:
         """Start to assemble the travelling matrices this rank owns, of which it may hold slices or nothing.
 
@@ -108,6 +112,7 @@ class Exchange:
         tensors = [full[matrix.name].view(matrix.rows, matrix.cols) for matrix in self.owned]
         return self._all_to_all(packed, self._outgoing, self._incoming, targets, tensors)
 
+    @record_function("ds_muon::exchange")
     def scatter(self, outputs: Sequence[Tensor], partition: Tensor, dtype: torch.dtype) -> Transfer:
         """Start to give every holder its slice of each result.
 
@@ -130,6 +135,7 @@ class Exchange:
     def _all_to_all(
         self, packed: Tensor, sent: _Routes, received: _Routes, targets: list[Tensor], tensors: list[Tensor]
     ) -> Transfer:
+        self.sent_bytes += packed.nbytes
         # As bytes, so that every backend carries every dtype.
         item = packed.element_size()
         sizes_in = [item * count for count in sent.counts]

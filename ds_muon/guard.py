@@ -6,7 +6,7 @@ import math
 import os
 import shlex
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,7 +68,7 @@ class Verdict:
     """What the gradients say of a step, on the device; the same on every rank.
 
     Attributes:
-        squares: (groups,) fp64, sum of squares of each group's gradient over all ranks.
+        squares: (groups,) fp64, sum of squares of each param group's gradient over all ranks.
         may_move: bool scalar: whether the gradients are finite and AdamW's no spike. Muon's do no harm, however large.
         moves: for each Muon group (matrices,) bool: whether each of them moves, as it does unless its gradient is zero
             everywhere, or the step is skipped.
@@ -86,14 +86,15 @@ class Findings:
     """What the host learns of a step once everything is staged; the same on every rank.
 
     Attributes:
-        squares: sum of squares of each group's gradient over all ranks.
+        muon, adamw: sum of squares of each param group's gradient over all ranks.
         may_move: whether the gradients allow the step; the momentum has moved if so.
         updates: ``FINITE``, ``NOT_FINITE`` or ``CAPTURED``; the first if nobody has looked.
         stop: whether a rank asks to stop for what it captured in the step before, which ``nan_guard`` "off" applied.
         refused: whether a rank refuses the step; nothing has moved then.
     """
 
-    squares: list[float]
+    muon: Sequence[float]
+    adamw: Sequence[float]
     may_move: bool
     updates: int
     stop: bool
@@ -102,11 +103,15 @@ class Findings:
     @property
     def gradients_are_finite(self) -> bool:
         # A sum of squares in fp64 is finite exactly when every gradient of every rank is.
-        return math.isfinite(sum(self.squares))
+        return math.isfinite(sum([*self.muon, *self.adamw]))
 
     @property
     def norm(self) -> float:
-        return math.sqrt(sum(self.squares)) if self.gradients_are_finite else math.inf
+        return math.sqrt(sum([*self.muon, *self.adamw])) if self.gradients_are_finite else math.inf
+
+    @property
+    def norm_of_adamw(self) -> float:
+        return math.sqrt(sum(self.adamw))
 
     @property
     def allow_the_step(self) -> bool:
@@ -144,6 +149,8 @@ class StepGuard:
     Args:
         nan_guard: ``"off"``, ``"skip"`` or ``"raise"``.
         threshold: ``grad_norm_skip_threshold``.
+        groups: names of the param groups, Muon's first.
+        capture: saves inputs of updates that are not finite, and may ask to stop for it.
         process_group: the ranks in which the weights are replicated; all of them must make the same calls.
 
     Attributes:
@@ -151,25 +158,34 @@ class StepGuard:
         last: the one of these that the last skipped step belongs to; None before the first.
     """
 
-    def __init__(self, nan_guard: str, threshold: float | None, process_group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        nan_guard: str,
+        threshold: float | None,
+        groups: Sequence[str],
+        capture: NanCapture,
+        process_group: dist.ProcessGroup | None,
+    ) -> None:
         self.spikes = SkippedSteps("spikes")
         self.bad_gradients = SkippedSteps("non-finite gradients")
         self.bad_updates = SkippedSteps("non-finite updates")
         self.last: SkippedSteps | None = None
         self._nan_guard = nan_guard
         self._threshold = threshold
+        self._groups = groups
+        self._capture = capture
         self._process_group = process_group
 
-    def measure(self, muon: Sequence[Tensor], adamw: Sequence[Tensor], stop: bool, refuse: bool) -> Verdict:
+    def measure(self, muon: Sequence[Tensor], adamw: Sequence[Tensor], refuse: bool) -> Verdict:
         """Bring the sums of squares of all ranks together. A collective; the host does not wait.
 
         Args:
             muon: for each Muon group, (matrices,) fp64: this rank's part of the sum of squares of each one's gradient.
             adamw: for each AdamW group, an fp64 scalar: this rank's part of that of the whole group.
-            stop: whether this rank wants to stop for what it captured in the step before.
             refuse: whether this rank refuses the step.
         """
-        asks = stop and self._nan_guard == "off"  # otherwise all ranks have stopped in that step
+        # For the step before, while the capture still remembers it. With the guard on all ranks have stopped then.
+        asks = self._capture.stops_training and self._nan_guard == "off"
         counts = [*(len(sums) for sums in muon), *(1 for _ in adamw), 1, 1]
         everything = [*muon, *(total.view(1) for total in adamw)]
         sums = torch.cat([*everything, *(everything[0].new_full((1,), float(one)) for one in (asks, refuse))])
@@ -186,7 +202,7 @@ class StepGuard:
         moves = tuple(of_group.ne(0) & may_move for of_group in by_group[: len(muon)])
         return Verdict(squares, may_move, moves, known)
 
-    def decide(self, verdict: Verdict, updates: Sequence[Tensor], captured: bool) -> Findings:
+    def decide(self, verdict: Verdict, updates: Sequence[Tensor]) -> Findings:
         """Agree with all ranks on what was staged: a collective, and the only time in a step that the host waits.
 
         With ``nan_guard`` "off" it waits for the gradients' norms only, while the updates may still be in the making.
@@ -194,60 +210,52 @@ class StepGuard:
         Args:
             verdict: on the gradients.
             updates: this rank's flat partition of each Muon group's update; not modified.
-            captured: whether this rank wants to stop for what it captured in this step.
         """
         found = float(FINITE)
         if self._nan_guard == "off":
             *squares, stop, refused, may = verdict.known.wait()
         else:
-            byte = agree_on_updates(updates, captured, self._process_group)
+            byte = agree_on_updates(updates, self._capture.stops_training, self._process_group)
             *squares, stop, refused, may, found = torch.cat([verdict.known.numbers, byte.double()]).tolist()
-        return Findings(squares, bool(may), int(found), bool(stop), bool(refused))
+        of_muon = len(verdict.moves)
+        return Findings(squares[:of_muon], squares[of_muon:], bool(may), int(found), bool(stop), bool(refused))
 
-    def explain(
-        self,
-        findings: Findings,
-        *,
-        groups: Sequence[str],
-        norm_of_adamw: float,
-        scaler_is_watching: bool,
-        describe: Callable[[], str],
-        capture: NanCapture,
-    ) -> None:
+    def explain(self, findings: Findings, bad_updates: str, *, scaler_is_watching: bool) -> None:
         """Warn that a step is skipped, or raise. A collective where an update is not finite.
 
         Args:
-            groups: names of the param groups.
-            norm_of_adamw: of its gradients.
+            findings: of a step that is not applied.
+            bad_updates: of the updates that are not finite, the same words on every rank; "" if there are none.
             scaler_is_watching: whether a dynamic loss scaler looks for non-finite gradients, and reports them itself.
-            describe: the same words on every rank for the updates that are not finite; a collective.
-            capture: what this rank has saved.
 
         Raises:
             NonFiniteUpdate: the same on every rank.
         """
         if findings.stop:
-            seen = [printable(name) for names in gather(capture.seen_before, self._process_group) for name in names]
+            seen = gather(self._capture.seen_before, self._process_group)
             raise NonFiniteUpdate(
-                f"in the step before, the update of {', '.join(seen)} was not finite and, with nan_guard off, has been "
-                f"applied: load a checkpoint. {self._evidence(capture)[0]}"
+                f"in the step before, the update of {', '.join(printable(name) for names in seen for name in names)} "
+                "was not finite and, with nan_guard off, has been applied: load a checkpoint. "
+                f"{self._evidence()[0]}"
             )
-        if findings.updates != FINITE:
-            why = describe()
+        if bad_updates:
             if findings.updates == CAPTURED or self._nan_guard == "raise":
-                evidence, captures = self._evidence(capture)
+                evidence, captures = self._evidence()
                 go_on = 'nan_guard "skip" goes on without such steps'
                 if captures:
                     go_on = f"With DS_MUON_NAN_CAPTURE_RAISE=0, {go_on}"
-                raise NonFiniteUpdate(f"{why}. Nothing was applied. {evidence}. {go_on}")
-            self._skip(self.bad_updates, why)
+                raise NonFiniteUpdate(f"{bad_updates}. Nothing was applied. {evidence}. {go_on}")
+            self._skip(self.bad_updates, bad_updates)
         elif not findings.gradients_are_finite:
-            bad = [name for name, square in zip(groups, findings.squares, strict=True) if not math.isfinite(square)]
+            squares = zip(self._groups, [*findings.muon, *findings.adamw], strict=True)
+            bad = [name for name, square in squares if not math.isfinite(square)]
             where = f"param group{'s' if len(bad) > 1 else ''} {', '.join(bad)}"
             self._skip(self.bad_gradients, f"a gradient is not finite, in {where}", quiet=scaler_is_watching)
         else:
-            why = f"the norm of AdamW's gradients is {norm_of_adamw:.4g}, grad_norm_skip_threshold {self._threshold:g}"
-            self._skip(self.spikes, why)
+            norm, threshold = findings.norm_of_adamw, self._threshold
+            self._skip(
+                self.spikes, f"the norm of AdamW's gradients is {norm:.4g}, grad_norm_skip_threshold {threshold:g}"
+            )
 
     def _skip(self, skipped: SkippedSteps, why: str, *, quiet: bool = False) -> None:
         self.last = skipped
@@ -258,9 +266,9 @@ class StepGuard:
         for skipped in (self.spikes, self.bad_gradients, self.bad_updates):
             skipped.close()
 
-    def _evidence(self, capture: NanCapture) -> tuple[str, bool]:
+    def _evidence(self) -> tuple[str, bool]:
         """Where the inputs are, and whether any rank captures: the same on every rank. A collective."""
-        ranks = gather((capture.saved, capture.is_on), self._process_group)
+        ranks = gather((self._capture.saved, self._capture.is_on), self._process_group)
         saved = [str(path) for of_rank, _ in ranks for path in of_rank]
         captures = any(is_on for _, is_on in ranks)
         if saved:

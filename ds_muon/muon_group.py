@@ -1,14 +1,14 @@
-"""From U to the update, for Muon param groups: exchange, orthogonalization, NorMuon's rows. Knows no DeepSpeed."""
+"""The updates of a Muon param group, from U on: exchange, orthogonalization, NorMuon's rows. Knows no DeepSpeed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from ds_muon.capture import NanCapture
 from ds_muon.exchange import Exchange, Transfer, result_dtype
@@ -22,45 +22,22 @@ _Batch = Sequence[tuple[Matrix, Tensor]]
 _Indices = list[Sequence[int]]
 
 
-@dataclass
-class _Step:
-    """A group's updates under way."""
-
-    partition: Tensor
-    pieces: list[tuple[Matrix, Tensor]]
-    variance: Tensor | None
-    gathering: Transfer
-    returning: Transfer = field(default_factory=Transfer)
-
-
-def in_turns(groups: Sequence[MuonGroup], begin: Callable[[int], object]) -> None:
-    """Run several groups so that slices of one travel, both ways, while another computes. A collective.
+def in_turns(updates: Sequence[Iterator[None]]) -> None:
+    """Run the updates of several groups so that slices of one travel, both ways, while another computes. A collective.
 
     No more than two groups are under way at a time, for each holds the matrices that it has gathered.
 
     Args:
-        groups: the same on every rank.
-        begin: calls ``MuonGroup.begin`` of the group of this index, once its U is there.
+        updates: ``MuonGroup.updates`` of each, in the same order on every rank: each goes on three times.
     """
-    for i, group in enumerate(groups):
-        if i == 0:
-            begin(0)
-        if i + 1 < len(groups):
-            begin(i + 1)
-        group.run()
-        if i > 0:
-            groups[i - 1].finish()
-    if groups:
-        groups[-1].finish()
+    for turn in range(len(updates) + 2):
+        for i in (turn, turn - 1, turn - 2):
+            if 0 <= i < len(updates):
+                next(updates[i], None)
 
 
 class MuonGroup:
     """One rank's part in the updates of a Muon param group.
-
-    A step calls ``begin``, ``run`` and ``finish``, each a collective: together they overwrite U with the update ``s O``
-    on this rank's partition; padding stays zero. What travels does so while batches of what does not run, and comes
-    back while others do, of this group or of another: see ``in_turns``. With NorMuon the rows of O are normalized, and
-    their new variances staged, for ``commit``.
 
     Args:
         plan: the group's plan, the same on every rank.
@@ -100,8 +77,6 @@ class MuonGroup:
         self._settings = settings
         self._adjust_lr_fn = adjust_lr_fn
         self._capture = capture
-        self._step: _Step | None = None
-        # The same in every step, and work for the host.
         self._order: tuple[_Indices, _Indices, _Indices] | None = None
 
     def squares(self, partition: Tensor) -> Tensor:
@@ -119,72 +94,69 @@ class MuonGroup:
         return Where(self._segments_of(partition), moves[self._here])
 
     def _segments_of(self, partition: Tensor) -> Segments:
-        # The same in every step.
         if self._segments is None or self._segments.bounds.device != partition.device:
             offsets = [piece.offset for _, piece in self._held]
             self._segments = Segments.of(offsets, partition.numel(), partition.device)
         return self._segments
 
-    def begin(self, partition: Tensor, variance: Tensor | None, moves: Tensor) -> None:
-        """Send the slices of U that go to other ranks.
+    def updates(self, partition: Tensor, variance: Tensor | None, moves: Tensor) -> Iterator[None]:
+        """Overwrite U with the update ``s O`` on this rank's partition; padding stays zero. A collective.
+
+        Yields where something travels that another group's work can hide: see ``in_turns``. With NorMuon the rows of O
+        are normalized, and their new variances staged, for ``commit``.
 
         Args:
-            partition: (partition_size,) fp32; not to be touched until ``finish`` has overwritten it.
+            partition: (partition_size,) fp32; not to be touched until this has ended.
             variance: (rows, 1) fp32, NorMuon's current state; not modified. None for plain Muon.
             moves: (matrices,) bool, whether each of the plan's matrices moves; U of one that does not is zero.
         """
-        pieces = self._pieces(partition)
-        self._step = _Step(partition, pieces, variance, self.exchange.gather(partition))
+        held = self._pieces(partition)
+        gathering = self.exchange.gather(partition)
         if self.row_variance is not None and variance is not None:
             self.row_variance.begin(variance, moves)
+        yield  # slices of U are on their way to the ranks that own their matrices
 
-    def run(self) -> None:
-        """Orthogonalize what this rank owns, and send back the slices of what travels."""
-        step = self._step
-        assert step is not None, "begin comes first"
-        whole = [(m, piece.view(m.rows, m.cols)) for m, piece in step.pieces if not m.travels]
-        inputs = [*whole, *zip(self.exchange.owned, step.gathering.tensors, strict=True)]
-        if self._order is None:
-            layouts = [matrix.layout for matrix, _ in inputs]
-            self._order = in_order([u for _, u in inputs], len(whole), self._settings, layouts)
-        before, waiting, after = self._order
+        whole = [(m, piece.view(m.rows, m.cols)) for m, piece in held if not m.travels]
+        inputs = [*whole, *zip(self.exchange.owned, gathering.tensors, strict=True)]
+        before, together, after = self._batches(inputs, len(whole))
         for indices in before:
-            self._update([inputs[i] for i in indices], len(indices), step)
-        step.returning = self._send_back([[inputs[i] for i in indices] for indices in waiting], step)
-        # What was gathered has served.
-        step.gathering = Transfer()
-        del inputs
+            self._update([inputs[i] for i in indices], len(indices), variance)
+        gathering.wait()
+        returning = self._update_and_return([[inputs[i] for i in indices] for indices in together], partition, variance)
+        del gathering, inputs  # what was gathered has served
         for indices in after:
-            self._update([whole[i] for i in indices], len(indices), step)
+            self._update([whole[i] for i in indices], len(indices), variance)
+        yield  # slices of O are on their way to the ranks that hold them
 
-    def finish(self) -> None:
-        """Take in the slices of what has travelled."""
-        step, self._step = self._step, None
-        assert step is not None, "begin and run come first"
-        step.returning.wait()
+        returning.wait()
         if self.row_variance is not None:
             self.row_variance.agree()
         # Scaled by their holders: what travels is what Newton-Schulz returned, in its own dtype.
-        scaled = [(piece, self._scale(matrix)) for matrix, piece in step.pieces if matrix.travels]
+        scaled = [(piece, self._scale(matrix)) for matrix, piece in held if matrix.travels]
         if scaled := [(piece, scale) for piece, scale in scaled if scale != 1.0]:
             torch._foreach_mul_([piece for piece, _ in scaled], [scale for _, scale in scaled])
 
-    def _send_back(self, waiting: Sequence[_Batch], step: _Step) -> Transfer:
+    def _batches(self, inputs: _Batch, whole: int) -> tuple[_Indices, _Indices, _Indices]:
+        """See ``in_order``. The same in every step, and work for the host."""
+        if self._order is None:
+            layouts = [matrix.layout for matrix, _ in inputs]
+            self._order = in_order([u for _, u in inputs], whole, self._settings, layouts)
+        return self._order
+
+    def _update_and_return(self, together: Sequence[_Batch], partition: Tensor, variance: Tensor | None) -> Transfer:
         """Orthogonalize what has been gathered, and what shares its batches, and start to return the results."""
-        step.gathering.wait()
         results: dict[str, Tensor] = {}
-        for batch in waiting:
+        for batch in together:
             # Those that do not travel come first.
             count = sum(not matrix.travels for matrix, _ in batch)
-            outputs = self._update(batch, count, step)
+            outputs = self._update(batch, count, variance)
             results.update(zip((matrix.name for matrix, _ in batch[count:]), outputs, strict=True))
-        dtype = result_dtype(self._settings, normuon=step.variance is not None)
-        return self.exchange.scatter([results[m.name] for m in self.exchange.owned], step.partition, dtype)
+        dtype = result_dtype(self._settings, normuon=variance is not None)
+        return self.exchange.scatter([results[m.name] for m in self.exchange.owned], partition, dtype)
 
-    def _update(self, batch: _Batch, count: int, step: _Step) -> Sequence[Tensor]:
+    def _update(self, batch: _Batch, count: int, variance: Tensor | None) -> Sequence[Tensor]:
         """Overwrite the first ``count`` U of a batch with ``s O``; returns the O of the others, not scaled."""
-        variance = step.variance
-        outputs = self._orthogonalize(batch)
+        outputs = self.orthogonalize(batch)
         factors = self._factors(batch, outputs, variance)
         targets = [u for _, u in batch]
         here, away = (None, None) if factors is None else (factors[:count], factors[count:])
@@ -212,7 +184,8 @@ class MuonGroup:
     def _pieces(self, partition: Tensor) -> list[tuple[Matrix, Tensor]]:
         return [(matrix, partition.narrow(0, piece.offset, piece.numel)) for matrix, piece in self._held]
 
-    def _orthogonalize(self, batch: _Batch) -> Tensor:
+    @record_function("ds_muon::newton_schulz")
+    def orthogonalize(self, batch: _Batch) -> Tensor:
         """(batch, rows, cols); saves the inputs of what is not finite, if the capture is on."""
         inputs = [u for _, u in batch]
         kept = self._capture.keep(inputs)

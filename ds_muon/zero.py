@@ -1,17 +1,20 @@
 """The ZeRO-1/2 wrapper: DeepSpeed's own partitioning and reduction, with a step that is all or nothing.
 
-DeepSpeed steps one param group after another. Here a step has five phases, each over all groups: take the averaged
-gradients, measure them, stage every update, decide, commit. Until the last, no weight, no AdamW state and no variance
-has moved; the momentum has, unless the gradients forbid it.
+DeepSpeed steps one param group after another. Here a step has five phases, each over all groups, and each a range of
+torch's profiler: ``take_gradients``, ``measure``, ``stage``, ``decide``, ``commit``. Until the last, no weight, no
+AdamW state and no variance has moved; the momentum has, unless the gradients forbid it.
 
 The host waits for the device once, to decide: for the norms of the gradients or, with ``nan_guard``, for the byte that
 says whether the updates are finite. Everything before it is queued without knowing, and with ``nan_guard`` "off" what
 comes after it is queued while Newton-Schulz still runs.
+
+The files of a step, in reading order: this one; ``guard`` (measure, decide); ``optimizer`` (momentum, commit);
+``update`` and ``normuon`` (the rule); ``muon_group`` (stage), on ``plan/partition`` and ``plan/owners`` (who holds, who
+owns, what moves), ``exchange`` (slices there and back) and ``orthogonalize`` (its entry, then ``newton_schulz``).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -20,13 +23,14 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from torch import Tensor
+from torch.profiler import record_function
 
 from ds_muon.agree import gather, raise_together
 from ds_muon.capture import NanCapture
 from ds_muon.checkpoint import LAYOUT, layout
 from ds_muon.dtypes import name_of
 from ds_muon.exchange import element_bytes
-from ds_muon.guard import Findings, StepGuard, Verdict
+from ds_muon.guard import FINITE, Findings, StepGuard, Verdict
 from ds_muon.muon_group import MuonGroup, in_turns
 from ds_muon.optimizer import LARGEST_IN_LIST, DSMuon
 from ds_muon.orthogonalize import release
@@ -55,9 +59,12 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         config = init_optimizer.config
         self.newton_schulz = config.newton_schulz(torch.device(self.device))
         self.steps = 0
-        self.guard = StepGuard(config.nan_guard, config.grad_norm_skip_threshold, self.dp_process_group)
         self._rank = dist.get_rank(self.dp_process_group)
         self._capture = NanCapture(self._rank)
+        groups = [group["name"] for group in init_optimizer.param_groups]
+        self.guard = StepGuard(
+            config.nan_guard, config.grad_norm_skip_threshold, groups, self._capture, self.dp_process_group
+        )
         self.plan = self._make_plan()
         self.muon_groups = [
             MuonGroup(
@@ -192,26 +199,6 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         """Never DeepSpeed's own Muon, whatever tags the parameters carry."""
         return False
 
-    def _take_gradient(self, group_index: int) -> Tensor:
-        """The averaged, unscaled gradient of this rank's partition: (partition_size,) fp32, free to be overwritten.
-
-        Frees what DeepSpeed kept of it.
-        """
-        fragments = self.averaged_gradients[group_index]
-        gradient = getattr(fragments, "flat_partition", None)
-        if gradient is None:
-            gradient = torch.empty(self.partition_size[group_index], dtype=torch.float32, device=self.device)
-            pieces = [fragment.reshape(-1) for fragment in fragments]
-            if gradient.numel() > LARGEST_IN_LIST:
-                pieces = [part for piece in pieces for part in torch.split(piece, LARGEST_IN_LIST)]
-            # torch.cat takes twice as long where it converts: 72 of 2048 x 2048 in bf16, H200: 1.16 ms, not 0.56.
-            torch._foreach_copy_(torch.split(gradient, [piece.numel() for piece in pieces]), pieces)
-        self._release_preflattened_grad_buffers(group_index)
-        self.averaged_gradients[group_index] = None
-        self.all_grad_tensors[group_index] = None
-        self.free_grad_in_param_list(self.bit16_groups[group_index])
-        return gradient if self.loss_scale == 1 else gradient.mul_(1 / self.loss_scale)
-
     # ---- the step -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -236,13 +223,12 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         self.micro_step_id = deepspeed_zero.INITIAL_MICRO_STEP_ID
         self.steps += 1
         with self._timed(deepspeed_zero.OPTIMIZER_GRADIENTS_TIMER):
-            gradients = [self._take_gradient(i) for i in range(len(self.bit16_groups))]
+            gradients = self.take_gradients()
             refusal = step_refusal(self, self._frozen)
-            verdict = self._measure(gradients, refusal is not None)
+            verdict = self.measure(gradients, refusal is not None)
         with self._timed(deepspeed_zero.OPTIMIZER_STEP_TIMER):
-            self._stage(gradients, verdict)
-            updates = gradients[: len(self.muon_groups)]
-            findings = self.guard.decide(verdict, updates, self._capture.stops_training)
+            self.stage(gradients, verdict)
+            findings = self.decide(gradients, verdict)
             if findings.refused:
                 raise_together(None if refusal is None else DSMuonRefusal(refusal), self.dp_process_group)
             # Neither a spike nor a bad kernel says anything of the loss scale.
@@ -250,13 +236,90 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
             self._global_grad_norm = self._on_device(findings.norm) if self.compute_grad_norm else None
             self.overflow = not findings.allow_the_step
             if self.overflow:
-                self._explain(findings, updates)
+                bad_updates = "" if findings.updates == FINITE else self._describe_bad_updates(gradients)
+                self.guard.explain(findings, bad_updates, scaler_is_watching=self.dynamic_loss_scale)
                 return
-            self._clip_adamw_(gradients, findings.squares)
-            self._commit(gradients)
+            self.commit(gradients, findings)
         with self._timed(deepspeed_zero.OPTIMIZER_ALLGATHER_TIMER):
             self.update_lp_params()
             self._bind_model()
+
+    @record_function("ds_muon::take_gradients")
+    def take_gradients(self) -> list[Tensor]:
+        """The averaged, unscaled gradients: for each param group (partition_size,) fp32, free to be overwritten.
+
+        Frees what DeepSpeed kept of them.
+        """
+        return [self._take_gradient(i) for i in range(len(self.bit16_groups))]
+
+    def _take_gradient(self, group_index: int) -> Tensor:
+        fragments = self.averaged_gradients[group_index]
+        gradient = getattr(fragments, "flat_partition", None)
+        if gradient is None:
+            gradient = torch.empty(self.partition_size[group_index], dtype=torch.float32, device=self.device)
+            pieces = [fragment.reshape(-1) for fragment in fragments]
+            if gradient.numel() > LARGEST_IN_LIST:
+                pieces = [part for piece in pieces for part in torch.split(piece, LARGEST_IN_LIST)]
+            # torch.cat takes twice as long where it converts: 72 of 2048 x 2048 in bf16, H200: 1.16 ms, not 0.56.
+            torch._foreach_copy_(torch.split(gradient, [piece.numel() for piece in pieces]), pieces)
+        self._release_preflattened_grad_buffers(group_index)
+        self.averaged_gradients[group_index] = None
+        self.all_grad_tensors[group_index] = None
+        self.free_grad_in_param_list(self.bit16_groups[group_index])
+        return gradient if self.loss_scale == 1 else gradient.mul_(1 / self.loss_scale)
+
+    @record_function("ds_muon::measure")
+    def measure(self, gradients: Sequence[Tensor], refuse: bool) -> Verdict:
+        """What the gradients of all ranks say of the step; they are not modified. A collective.
+
+        Args:
+            gradients: as ``take_gradients`` returns them.
+            refuse: whether this rank refuses the step.
+        """
+        of_muon, of_adamw = gradients[: len(self.muon_groups)], gradients[len(self.muon_groups) :]
+        by_matrix = [group.squares(gradient) for group, gradient in zip(self.muon_groups, of_muon, strict=True)]
+        return self.guard.measure(by_matrix, [sum_of_squares(gradient) for gradient in of_adamw], refuse)
+
+    @record_function("ds_muon::stage")
+    def stage(self, gradients: Sequence[Tensor], verdict: Verdict) -> None:
+        """Turn every Muon gradient, in place, into what ``DSMuon.step`` applies; AdamW's is that already."""
+        # A step that the gradients forbid has nothing to show.
+        self._capture.start_step(self.steps, verdict.may_move)
+        in_turns([self._updates(i, gradients[i], verdict.moves[i]) for i in range(len(self.muon_groups))])
+
+    def _updates(self, i: int, gradient: Tensor, moves: Tensor) -> Iterator[None]:
+        group = self.muon_groups[i]
+        self.optimizer.advance_momentum_(i, gradient, group.where(gradient, moves))
+        yield from group.updates(gradient, self.optimizer.row_variance(i), moves)
+
+    @record_function("ds_muon::decide")
+    def decide(self, gradients: Sequence[Tensor], verdict: Verdict) -> Findings:
+        """Agree with all ranks on what is staged. A collective; the only time in a step that the host waits."""
+        return self.guard.decide(verdict, gradients[: len(self.muon_groups)])
+
+    @record_function("ds_muon::commit")
+    def commit(self, gradients: Sequence[Tensor], findings: Findings) -> None:
+        """Apply all that is staged: to the fp32 weights, AdamW's state and NorMuon's variances.
+
+        ``gradient_clipping`` scales AdamW's gradients, in place, never Muon's: see docs/how-it-works.md.
+        """
+        if (clip := self._adamw_clip(findings)) < 1:
+            for gradient in gradients[len(self.muon_groups) :]:
+                gradient.mul_(clip)
+        for flat, gradient in zip(self.single_partition_of_fp32_groups, gradients, strict=True):
+            flat.grad = gradient
+        self.optimizer.step()
+        for flat in self.single_partition_of_fp32_groups:
+            flat.grad = None
+        for i, group in enumerate(self.muon_groups):
+            group.commit(self.optimizer.row_variance(i))
+
+    def _adamw_clip(self, findings: Findings) -> float:
+        if self.clip_grad <= 0:
+            return 1.0
+        everything = self.optimizer.config.clip_norm_scope == "all"
+        norm = findings.norm if everything else findings.norm_of_adamw
+        return min(1.0, float(self.clip_grad) / (norm + 1e-6))
 
     def _bind_model(self, *, keep: bool = False) -> None:
         """Make every parameter a view of the flat 16-bit weights again, wherever a script gave it other storage.
@@ -286,42 +349,11 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         """A number that the host knows, as a 0-d fp32 tensor. Not ``torch.tensor``, which waits for the device."""
         return torch.full((), number, dtype=torch.float64, device=self.device).float()
 
-    def _measure(self, gradients: Sequence[Tensor], refuse: bool) -> Verdict:
-        """What the gradients of all ranks say of the step; they are not modified. A collective."""
-        count = len(self.muon_groups)
-        of_muon = [group.squares(gradient) for group, gradient in zip(self.muon_groups, gradients[:count], strict=True)]
-        of_adamw = [sum_of_squares(gradient) for gradient in gradients[count:]]
-        # Asked before this step's captures replace those of the last.
-        return self.guard.measure(of_muon, of_adamw, self._capture.stops_training, refuse)
-
-    def _stage(self, gradients: Sequence[Tensor], verdict: Verdict) -> None:
-        """Turn every Muon gradient, in place, into what ``DSMuon.step`` applies; AdamW's is that already."""
-        # A step that the gradients forbid has nothing to show.
-        self._capture.start_step(self.steps, verdict.may_move)
-
-        def begin(i: int) -> None:
-            group, moves = self.muon_groups[i], verdict.moves[i]
-            self.optimizer.advance_momentum_(i, gradients[i], group.where(gradients[i], moves))
-            group.begin(gradients[i], self.optimizer.row_variance(i), moves)
-
-        in_turns(self.muon_groups, begin)
-
-    def _explain(self, findings: Findings, updates: Sequence[Tensor]) -> None:
-        """Warn that the step is skipped, or raise; the same on every rank."""
-        self.guard.explain(
-            findings,
-            groups=[group["name"] for group in self.optimizer.param_groups],
-            norm_of_adamw=self._norm(findings.squares, of_muon=False),
-            scaler_is_watching=self.dynamic_loss_scale,
-            describe=lambda: self._describe_bad_updates(updates),
-            capture=self._capture,
-        )
-
-    def _describe_bad_updates(self, updates: Sequence[Tensor]) -> str:
+    def _describe_bad_updates(self, gradients: Sequence[Tensor]) -> str:
         """What all ranks found not to be finite. A collective; blocks the host."""
         found = [
-            (group.nonfinite(u), group.nonfinite(self.optimizer.momentum_buffer(i)))
-            for i, (group, u) in enumerate(zip(self.muon_groups, updates, strict=True))
+            (group.nonfinite(gradients[i]), group.nonfinite(self.optimizer.momentum_buffer(i)))
+            for i, group in enumerate(self.muon_groups)
         ]
         everywhere = [of_group for of_rank in gather(found, self.dp_process_group) for of_group in of_rank]
         bad = {name for of_updates, _ in everywhere for name in of_updates}
@@ -339,33 +371,6 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
             f"{what}: Newton-Schulz on rank {first.owner}, {settings.backend} backend, "
             f"{name_of(settings.dtype)}, {settings.form(first.rows, first.cols)} form"
         )
-
-    def _clip_adamw_(self, gradients: Sequence[Tensor], squares: Sequence[float]) -> None:
-        """``gradient_clipping`` for AdamW gradients, in place. Muon's are never clipped: see docs/how-it-works.md."""
-        clip = self._adamw_clip(squares)
-        if clip < 1:
-            for gradient in gradients[len(self.muon_groups) :]:
-                gradient.mul_(clip)
-
-    def _adamw_clip(self, squares: Sequence[float]) -> float:
-        if self.clip_grad <= 0:
-            return 1.0
-        everything = self.optimizer.config.clip_norm_scope == "all"
-        return min(1.0, float(self.clip_grad) / (self._norm(squares, of_muon=everything) + 1e-6))
-
-    def _norm(self, squares: Sequence[float], *, of_muon: bool) -> float:
-        """Of AdamW's gradients, or of all."""
-        return math.sqrt(sum(squares if of_muon else squares[len(self.muon_groups) :]))
-
-    def _commit(self, gradients: Sequence[Tensor]) -> None:
-        """Apply all staged updates to the fp32 weights, AdamW's state and NorMuon's variances."""
-        for flat, gradient in zip(self.single_partition_of_fp32_groups, gradients, strict=True):
-            flat.grad = gradient
-        self.optimizer.step()
-        for flat in self.single_partition_of_fp32_groups:
-            flat.grad = None
-        for i, group in enumerate(self.muon_groups):
-            group.commit(self.optimizer.row_variance(i))
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

@@ -52,11 +52,9 @@ def build(layers: int, width: int, tokens: int) -> Any:
     return engine
 
 
-def one_by_one(groups: Sequence[muon_group.MuonGroup], begin: Callable[[int], object]) -> None:
-    for index, group in enumerate(groups):
-        begin(index)
-        group.run()
-        group.finish()
+def one_by_one(updates: Sequence[Iterator[None]]) -> None:
+    for of_group in updates:
+        muon_group.in_turns([of_group])
 
 
 @contextmanager

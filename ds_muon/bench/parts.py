@@ -1,9 +1,10 @@
-"""Where the time of a DSMuon iteration goes: methods of a running engine, timed from outside.
+"""Where the time of a DSMuon iteration goes: the phases of a running engine's step, timed from outside.
 
-The step has no hooks for this. For as long as it is instrumented, the methods are wrapped on their objects, the device
-is idle whenever a part begins or ends, and what travels is waited for at once: nothing overlaps, so the parts may add
-up to more than an iteration takes by itself. Ranks begin a group's updates together: where a rank waits for others in
-"exchange", it is for their Newton-Schulz. Such iterations are for the parts only.
+For as long as the step is instrumented, its methods are wrapped on their objects, the device is idle whenever a part
+begins or ends, and what travels is waited for at once: nothing overlaps, so the parts may add up to more than an
+iteration takes by itself. Ranks begin a group's updates together: where a rank waits for others in "exchange", it is
+for their Newton-Schulz. Such iterations are for the parts only. The ranges ``ds_muon::...`` that torch's profiler shows
+are of the step as it is.
 """
 
 from __future__ import annotations
@@ -46,19 +47,16 @@ class Recorder:
 
     Attributes:
         ms: milliseconds of each part since the last ``reset``.
-        sent_bytes: sent by this rank's exchanges since then.
     """
 
     def __init__(self, synchronize: Callable[[], None]) -> None:
         self.ms: dict[str, float] = defaultdict(float)
-        self.sent_bytes = 0
         self._synchronize = synchronize
         self._inside: list[float] = []
 
     def reset(self) -> None:
         """Forget what was recorded."""
         self.ms.clear()
-        self.sent_bytes = 0
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -92,38 +90,27 @@ def instrumented(engine: Any, recorder: Recorder) -> Iterator[None]:
 
             stack.enter_context(mock.patch.object(target, method, timed))
 
-        def begin_together(group: Any) -> None:
-            original = group.begin
+        def gather_together(exchange: Any) -> None:
+            original = exchange.gather
 
-            def together(*args: Any) -> None:
+            def together(partition: Tensor) -> Transfer:
                 with recorder.part("wait"):
                     dist.barrier()
-                original(*args)
+                transfer: Transfer = original(partition)
+                return transfer
 
-            stack.enter_context(mock.patch.object(group, "begin", together))
+            stack.enter_context(mock.patch.object(exchange, "gather", together))
 
-        def count_bytes(exchange: Any) -> None:
-            original = exchange._all_to_all
-
-            def counted(packed: Tensor, *args: Any) -> Any:
-                recorder.sent_bytes += packed.numel() * packed.element_size()
-                return original(packed, *args)
-
-            stack.enter_context(mock.patch.object(exchange, "_all_to_all", counted))
-
-        time_as("flatten", zero, "_take_gradient")
-        time_as("norm", zero, "_measure")
+        time_as("flatten", zero, "take_gradients")
+        time_as("norm", zero, "measure")
         time_as("momentum", zero.optimizer, "advance_momentum_")
         for group in zero.muon_groups:
-            for method in ("begin", "run", "finish"):
-                time_as("write", group, method)
-            begin_together(group)
-            time_as("newton_schulz", group, "_orthogonalize")
             time_as("exchange", group.exchange, "gather")
+            gather_together(group.exchange)
             time_as("exchange", group.exchange, "scatter")
-            count_bytes(group.exchange)
-        time_as("decide", zero.guard, "decide")
-        time_as("apply", zero, "_clip_adamw_")
-        time_as("apply", zero, "_commit")
+            time_as("newton_schulz", group, "orthogonalize")
+        time_as("write", zero, "stage")
+        time_as("decide", zero, "decide")
+        time_as("apply", zero, "commit")
         time_as("all_gather", zero, "update_lp_params")
         yield

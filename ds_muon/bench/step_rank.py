@@ -166,6 +166,7 @@ class Contender:
                 window = text.window(index)
                 dist.barrier()
                 recorder.reset()
+                sent_before = self._sent_bytes()
                 with recorder.part("rest"):
                     with recorder.part("forward"):
                         loss = self.engine(*window)
@@ -173,7 +174,10 @@ class Contender:
                         self.engine.backward(loss)
                     self.engine.step()
                 iterations.append((sum(recorder.ms.values()), {part: recorder.ms[part] for part in PARTS}))
-        self.parts = RankParts(*_middle_half(iterations[1:]), recorder.sent_bytes)
+        self.parts = RankParts(*_middle_half(iterations[1:]), self._sent_bytes() - sent_before)
+
+    def _sent_bytes(self) -> int:
+        return sum(group.exchange.sent_bytes for group in self.engine.optimizer.muon_groups)
 
     def measured(self) -> Measured:
         """Of all ranks. A collective."""

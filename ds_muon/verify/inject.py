@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -19,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_muon.exchange import Transfer
-from ds_muon.guard import Verdict
-from ds_muon.muon_group import MuonGroup
+from ds_muon.guard import Findings, Verdict
+from ds_muon.muon_group import MuonGroup, in_turns
 from ds_muon.orthogonalize import orthogonalize
 from ds_muon.passes import Where
 from ds_muon.plan.partition import GroupPlan, Matrix, Slice
@@ -103,19 +102,19 @@ def _clipped_gradient(zero: Any, replace: _Replace) -> None:
                 gradient.mul_(min(1.0, limits[0] / norm))
         return verdict
 
-    replace("_measure", measure)
+    replace("measure", measure)
 
 
 def _loss_scaled(zero: Any, replace: _Replace) -> None:
     """The loss scale is not taken out of Muon's gradients (times 1024 where there is none)."""
 
-    def take_gradient(original: Callable[[int], Tensor], group_index: int) -> Tensor:
-        gradient = original(group_index)
-        if zero.param_groups[group_index]["use_muon"]:
+    def take_gradients(original: Callable[[], list[Tensor]]) -> list[Tensor]:
+        gradients = original()
+        for gradient in _of_muon(zero, gradients):
             gradient.mul_(_LOSS_SCALE if zero.loss_scale == 1 else zero.loss_scale)
-        return gradient
+        return gradients
 
-    replace("_take_gradient", take_gradient)
+    replace("take_gradients", take_gradients)
 
 
 def _not_averaged(zero: Any, replace: _Replace) -> None:
@@ -148,8 +147,8 @@ def _idle_moves(zero: Any, replace: _Replace) -> Callable[[], None]:
     (param,) = (param for param, name in zero.param_names.items() if name == chosen.name)
     steps: list[int] = []
 
-    def commit(original: Callable[..., None], gradients: list[Tensor]) -> None:
-        original(gradients)
+    def commit(original: Callable[..., None], gradients: list[Tensor], findings: Findings) -> None:
+        original(gradients, findings)
         steps.append(len(steps))
 
     def measure(original: Callable[..., Verdict], gradients: list[Tensor], refuse: bool) -> Verdict:
@@ -157,8 +156,8 @@ def _idle_moves(zero: Any, replace: _Replace) -> Callable[[], None]:
         all_move = tuple(verdict.may_move.repeat(len(moves)) for moves in verdict.moves)
         return Verdict(verdict.squares, verdict.may_move, all_move, verdict.known)
 
-    replace("_commit", commit)
-    replace("_measure", measure)
+    replace("commit", commit)
+    replace("measure", measure)
     hook = param.register_hook(lambda gradient: torch.zeros_like(gradient) if steps else None)
     take_back: Callable[[], None] = hook.remove
     return take_back
@@ -194,9 +193,7 @@ def _orthogonalized_twice(zero: Any, replace: _Replace) -> None:
     """Newton-Schulz runs on the result of Newton-Schulz, as when two layers of code each do it."""
 
     def orthogonalize_twice(group: MuonGroup, plan: GroupPlan, begun: _Begun) -> None:
-        MuonGroup.begin(group, begun.partition, begun.variance, begun.moves)
-        MuonGroup.run(group)
-        MuonGroup.finish(group)
+        in_turns([MuonGroup.updates(group, begun.partition, begun.variance, begun.moves)])
 
     _spoil_updates(zero, replace, orthogonalize_twice)
 
@@ -259,15 +256,15 @@ def _padding(zero: Any, replace: _Replace) -> None:
 def _clipped_update(zero: Any, replace: _Replace) -> None:
     """Updates are clipped to the norm that ``gradient_clipping`` allows gradients (1 where it is off)."""
 
-    def commit(original: Callable[..., None], gradients: list[Tensor]) -> None:
+    def commit(original: Callable[..., None], gradients: list[Tensor], findings: Findings) -> None:
         square = torch.stack([gradient.double().square().sum() for gradient in gradients]).sum()
         dist.all_reduce(square, group=zero.dp_process_group)
         factor = min(1.0, (zero.clip_grad or 1.0) / (math.sqrt(float(square)) + 1e-6))
         for update in _of_muon(zero, gradients):
             update.mul_(factor)
-        original(gradients)
+        original(gradients, findings)
 
-    replace("_commit", commit)
+    replace("commit", commit)
 
 
 def _weight_decay(zero: Any, replace: _Replace) -> None:
@@ -275,13 +272,13 @@ def _weight_decay(zero: Any, replace: _Replace) -> None:
     rates = [group["weight_decay"] for group in zero.param_groups if not group["use_muon"]]
     decay = max(rates, default=0.0) or _WEIGHT_DECAY
 
-    def commit(original: Callable[..., None], gradients: list[Tensor]) -> None:
+    def commit(original: Callable[..., None], gradients: list[Tensor], findings: Findings) -> None:
         for group, flat in zip(zero.param_groups, zero.single_partition_of_fp32_groups, strict=True):
             if group["use_muon"]:
                 flat.data.mul_(1 - group["lr"] * decay)
-        original(gradients)
+        original(gradients, findings)
 
-    replace("_commit", commit)
+    replace("commit", commit)
 
 
 # ---- of one rank ----------------------------------------------------------------------------------------------------
@@ -290,14 +287,14 @@ def _weight_decay(zero: Any, replace: _Replace) -> None:
 def _idle_rank(zero: Any, replace: _Replace) -> None:
     """The last rank does not apply its updates."""
 
-    def commit(original: Callable[..., None], gradients: list[Tensor]) -> None:
+    def commit(original: Callable[..., None], gradients: list[Tensor], findings: Findings) -> None:
         before = [flat.detach().clone() for flat in zero.single_partition_of_fp32_groups]
-        original(gradients)
+        original(gradients, findings)
         if _rank(zero) == dist.get_world_size(zero.dp_process_group) - 1:
             for flat, old in zip(zero.single_partition_of_fp32_groups, before, strict=True):
                 flat.data.copy_(old)
 
-    replace("_commit", commit)
+    replace("commit", commit)
 
 
 def _stale_rank(zero: Any, replace: _Replace) -> None:
@@ -360,21 +357,20 @@ class _Begun:
 def _spoil_updates(zero: Any, replace: _Replace, spoil: Callable[[MuonGroup, GroupPlan, _Begun], None]) -> None:
     """Have ``spoil`` change what each Muon group has made of its partition."""
     for plan, group in zip(zero.plan.groups, zero.muon_groups, strict=True):
-        begun: list[_Begun] = []
-        replace("begin", partial(_note_and_begin, begun), group)
-        replace("finish", partial(_finish_and_spoil, begun, partial(spoil, group, plan)), group)
 
+        def updates(
+            original: Callable[..., Iterator[None]],
+            partition: Tensor,
+            variance: Tensor | None,
+            moves: Tensor,
+            plan: GroupPlan = plan,
+            group: MuonGroup = group,
+        ) -> Iterator[None]:
+            begun = _Begun(partition, variance, moves, partition.clone())
+            yield from original(partition, variance, moves)
+            spoil(group, plan, begun)
 
-def _note_and_begin(
-    begun: list[_Begun], original: Callable[..., None], partition: Tensor, variance: Tensor | None, moves: Tensor
-) -> None:
-    begun.append(_Begun(partition, variance, moves, partition.clone()))
-    original(partition, variance, moves)
-
-
-def _finish_and_spoil(begun: list[_Begun], spoil: Callable[[_Begun], None], original: Callable[[], None]) -> None:
-    original()
-    spoil(begun.pop())
+        replace("updates", updates, group)
 
 
 def _piece(partition: Tensor, piece: Slice) -> Tensor:

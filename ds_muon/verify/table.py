@@ -14,6 +14,10 @@ from ds_muon.verify.record import Comparison, UpdateRecord, VerifyResult
 # What each comparison of a record is an error of.
 _OF = {"against_fp64": "update", "against_same_dtype": "update", "gradient": "gradient", "state": "state"}
 _NAMED_IN_VERDICT = 3
+LEGEND = (
+    "(ranks hold, owner orthogonalizes; error, cosine: of the update beside fp64; same dtype: beside the same rule in "
+    "the run's dtype; gradient, state: of what it is made from; step: the worst)"
+)
 
 
 def heading(outcomes: Sequence[Outcome], config_file: str | None, model: str | None) -> str:
@@ -50,7 +54,7 @@ def parameter_table(result: VerifyResult, rows: int = 25) -> str:
             text.append(f"    <- {record.diagnosis}")
     if len(shown) < len(worst):
         text.append(f"... and {len(worst) - len(shown)} more, all right")
-    return "\n".join(text)
+    return "\n".join([*text, LEGEND])
 
 
 def verdict(result: VerifyResult) -> str:

@@ -1,0 +1,85 @@
+"""``python -m ds_muon SCRIPT`` and ``deepspeed --module ds_muon SCRIPT`` run an unchanged script."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+# An ordinary DeepSpeed script: it knows nothing of ds_muon.
+SCRIPT = """
+import argparse, json, os
+import deepspeed, torch
+import beside
+
+parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+parser.add_argument("--local_rank", type=int, default=-1)
+parser.add_argument("--word")
+args = parser.parse_args()
+engine, *_ = deepspeed.initialize(args=args, model=torch.nn.Linear(8, 8))
+engine.backward(engine(torch.ones(1, 8, device=engine.device)).sum())
+engine.step()
+if engine.global_rank == 0:
+    found = [type(engine.optimizer).__name__, args.word, beside.VALUE, __name__, engine.world_size]
+    print(json.dumps(found), flush=True)
+os._exit(0)  # CPU ranks of DeepSpeed, with any optimizer, now and then abort while the interpreter shuts down
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "beside.py").write_text("VALUE = 7")
+    (tmp_path / "ds_config.json").write_text((ROOT / "ds_configs" / "zero2_fp32.json").read_text())
+    return tmp_path / "train.py"
+
+
+def run(*command: str, **environment: str) -> list[object]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-m", *command],
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    line = next(line for line in done.stdout.splitlines() if line.startswith('["'))
+    found = json.loads(line)
+    assert isinstance(found, list)
+    return found
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_the_deepspeed_launcher_runs_an_unchanged_script(script: Path) -> None:
+    launcher = ["deepspeed.launcher.runner", "--num_accelerators", "2", "--master_port", free_port()]
+    arguments = ["--deepspeed_config", str(script.parent / "ds_config.json"), "--word", "hello"]
+    found = run(*launcher, "--module", "ds_muon", str(script), *arguments)
+    assert found == ["MuonZeroOptimizer", "hello", 7, "__main__", 2]
+
+
+@pytest.mark.slow
+def test_plain_python_runs_an_unchanged_script(script: Path) -> None:
+    one_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    arguments = ["--deepspeed_config", str(script.parent / "ds_config.json"), "--word", "hello"]
+    found = run("ds_muon", str(script), *arguments, **one_rank, MASTER_PORT=free_port())
+    assert found == ["MuonZeroOptimizer", "hello", 7, "__main__", 1]
+
+
+def test_without_a_script_it_says_how_to_use_it() -> None:
+    done = subprocess.run([sys.executable, "-m", "ds_muon"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0 and "usage: python -m ds_muon SCRIPT" in done.stderr

@@ -1,0 +1,647 @@
+"""``ds-muon verify``: what it prints, how it feeds a model, and whole runs on two ranks."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any, TextIO
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ds_muon
+from ds_muon import cli, ranks
+from ds_muon.ranks import FAILED
+from ds_muon.verify import command as verify_command
+from ds_muon.verify import outcome, rank, subject, table
+from ds_muon.verify.__main__ import missing_launcher
+from ds_muon.verify.engine_view import CannotVerify
+from ds_muon.verify.inject import FAULTS
+from ds_muon.verify.outcome import NotShown
+from ds_muon.verify.rank import DEFAULT_CONFIG, Task, read_config
+from ds_muon.verify.rank import run as run_task
+from ds_muon.verify.record import Comparison, UpdateRecord, VerifyResult
+from tests.unit.support.processes import marked, processes_with, within
+
+ROOT = Path(__file__).parents[3]
+
+
+def record(name: str = "w", error: float = 1e-6, **other: Any) -> UpdateRecord:
+    values: dict[str, Any] = {
+        "step": 1,
+        "name": name,
+        "shape": (8, 4),
+        "half": "muon",
+        "group": 0,
+        "cuts": ((0, 20), (1, 12)),
+        "owner": 0,
+        "against_fp64": Comparison(error, 1e-5),
+        "cosine": 1.0,
+        "against_same_dtype": Comparison(0.0, 1e-6),
+        "gradient": Comparison(1e-8, 1e-7),
+        "state": None,
+    }
+    return UpdateRecord(**{**values, **other})
+
+
+def result(*records: UpdateRecord, fault: str | None = None) -> VerifyResult:
+    return VerifyResult(
+        optimizer="DSMuon",
+        device="cpu",
+        world_size=2,
+        precision="fp32 model",
+        steps=1,
+        skipped_steps=0,
+        partition_sizes=(20,),
+        config=DEFAULT_CONFIG,
+        versions={"ds_muon": "1", "deepspeed": "2", "torch": "3"},
+        records=records,
+        fault=fault,
+    )
+
+
+def wrong(name: str = "w", diagnosis: str = "clipped update: 0.5 times", error: float = 0.5) -> UpdateRecord:
+    return record(name, error, diagnosis=diagnosis)
+
+
+def planted(name: str, *records: UpdateRecord) -> VerifyResult:
+    return result(*records, fault=name)
+
+
+# ---- the table ------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_has_every_parameter_in_its_worst_step_worst_first() -> None:
+    text = table.parameter_table(result(record("a", 1e-6), record("b", 3e-6), record("a", 2e-6, step=2)))
+    header, first, second, legend = text.splitlines()
+    assert legend == table.LEGEND
+    assert re.split(" {2,}", header.strip())[:6] == ["parameter", "shape", "half", "ranks", "owner", "step"]
+    assert re.sub(" +", " ", first) == "b 8x4 muon 0,1 0 1 3.0e-06 1.0e-05 1.000000 0 1.0e-06 1.0e-08 -"
+    assert re.sub(" +", " ", second).startswith("a 8x4 muon 0,1 0 2 2.0e-06 ")
+
+
+def test_the_table_leaves_out_right_rows_only() -> None:
+    bad = [wrong(f"bad{i}") for i in range(4)]
+    good = [record(f"good{i}") for i in range(5)]
+    lines = table.parameter_table(result(*good, *bad), rows=3).splitlines()
+    assert sum(line.startswith("bad") for line in lines) == 4
+    assert sum("<- clipped update: 0.5 times" in line for line in lines) == 4
+    assert lines[-2] == "... and 5 more, all right"
+    assert "more" not in table.parameter_table(result(*good))
+
+
+def test_errors_that_are_not_numbers_are_wrong_and_come_first() -> None:
+    text = table.parameter_table(result(record("a"), record("b", math.nan, diagnosis="no known fault explains it")))
+    assert text.splitlines()[1].startswith("b") and "nan" in text
+
+
+def test_the_verdict_is_one_line_with_the_largest_error_of_muon() -> None:
+    adamw = record("norm", 5e-6, half="adamw", cuts=((0, 32),))
+    line = table.verdict(result(record("a", 2e-6), record("b", 3e-6, cuts=((1, 32),)), adamw))
+    assert line == (
+        "RIGHT: 1 step of 3 parameters on 2 ranks (cpu); largest error of a Muon update 3.0e-06 (tolerance 1.0e-05) "
+        "on b, 0 beside the same dtype; 1 matrix straddles"
+    )
+
+
+def test_the_verdict_names_the_faults_and_their_parameters() -> None:
+    records = [wrong(f"w{i}") for i in range(5)] + [wrong("x", "stale rank: 1"), record("y")]
+    assert table.verdict(result(*records)) == (
+        "WRONG: 6 of 7 parameters on 2 ranks (cpu): clipped update (w0, w1, w2 and 2 more); stale rank (x)"
+    )
+
+
+def test_skipped_steps_are_said() -> None:
+    assert "2 steps skipped by the engine" in table.verdict(replace(result(record()), skipped_steps=2))
+
+
+def test_the_heading_says_what_was_run() -> None:
+    built_in = table.heading([result(record())], None, None)
+    assert "deepspeed 2" in built_in and json.dumps(DEFAULT_CONFIG) in built_in and "GPT" in built_in
+    own = table.heading([result(record())], "c.json", "m:f")
+    assert "config: c.json" in own and "model: m:f" in own
+
+
+def test_a_planted_fault_is_found_by_its_own_diagnosis_only() -> None:
+    name = "clipped-update"
+    diagnosis = FAULTS[name].diagnosis
+    found = planted(name, record("a"), wrong("b", f"{diagnosis}: 0.5 times"), wrong("c", "orthogonalized twice", 9.0))
+    line = table.fault_verdict(found)
+    assert line.startswith("FOUND: clipped-update") and diagnosis in line
+    assert "5.0e-01, 50,000 times the tolerance 1.0e-05, on b" in line
+    assert table.fault_verdict(planted(name, wrong("b", "orthogonalized twice"))).startswith("NOT NAMED")
+    assert table.fault_verdict(planted(name, record("a"))).startswith("MISSED")
+
+
+def test_the_table_of_faults_shows_what_is_wrong() -> None:
+    gradient = record("g", gradient=Comparison(1.0, 1e-7), diagnosis=FAULTS["not-averaged"].diagnosis)
+    stale = record("s", stale_ranks=(1,), diagnosis=FAULTS["stale-rank"].diagnosis)
+    outcomes = [planted("not-averaged", gradient), planted("stale-rank", stale), NotShown("slice", "one rank")]
+    _, first, second, third = table.fault_table(outcomes).splitlines()
+    assert re.split(" {2,}", first)[:6] == ["not-averaged", "gradient", "1.0e+00", "1.0e-07", "10,000,000", "yes"]
+    assert re.split(" {2,}", second)[:3] == ["stale-rank", "model", "yes"]
+    assert third.endswith("-  not shown here: one rank")
+    assert table.faults_verdict(outcomes).startswith("FOUND: 2 of 2 planted faults")
+    assert "1 cannot be shown" in table.faults_verdict(outcomes)
+
+
+# ---- outcomes -------------------------------------------------------------------------------------------------------
+
+
+def test_exit_codes() -> None:
+    right, bad, unshown = result(record()), result(wrong()), NotShown("slice", "why")
+    found = planted("clipped-update", wrong("b", FAULTS["clipped-update"].diagnosis))
+    missed = planted("clipped-update", record())
+    expected = {0: [[right], [found], [found, unshown]], 1: [[bad], [missed], [found, missed]], 2: [[unshown], []]}
+    for code, cases in expected.items():
+        assert [outcome.exit_code(case) for case in cases] == [code] * len(cases)
+
+
+@pytest.mark.parametrize("as_list", [True, False])
+def test_outcomes_survive_their_file(tmp_path: Path, as_list: bool) -> None:
+    outcomes: list[outcome.Outcome] = [planted("clipped-update", wrong(error=math.inf))]
+    if as_list:
+        outcomes.append(NotShown("slice", "why"))
+    path = tmp_path / "new" / "out.json"
+    outcome.save(outcomes, path, as_list=as_list)
+    assert outcome.load(path) == outcomes
+    data = json.loads(path.read_text())
+    assert (data[0] if as_list else data)["found"] is True
+    assert [entry.name for entry in path.parent.iterdir()] == ["out.json"]
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.builds(VerifyResult, config=st.just(DEFAULT_CONFIG), records=st.tuples(st.from_type(UpdateRecord))),
+    st.builds(NotShown),
+)
+def test_any_outcomes_survive_their_file(of_run: VerifyResult, not_shown: NotShown) -> None:
+    outcomes = [of_run, not_shown]
+    with TemporaryDirectory() as folder:
+        outcome.save(outcomes, Path(folder) / "out.json", as_list=True)
+        assert repr(outcome.load(Path(folder) / "out.json")) == repr(outcomes)  # a NaN is not equal to itself
+
+
+# ---- models and batches ---------------------------------------------------------------------------------------------
+
+
+def test_batches_are_positional_or_keyword_arguments() -> None:
+    cpu = torch.device("cpu")
+    loss = torch.tensor(1.0)
+
+    def model(*args: Any, **kwargs: Any) -> Any:
+        calls.append((args, kwargs))
+        return loss
+
+    calls: list[Any] = []
+    for batch in (loss, (loss, 2), [loss, {"k": [loss]}], {"x": loss, "n": None}):
+        assert subject.loss_of(model, batch, cpu) is loss
+    assert calls == [((loss,), {}), ((loss, 2), {}), ((loss, {"k": [loss]}), {}), ((), {"x": loss, "n": None})]
+
+
+def test_tensors_at_any_depth_are_moved() -> None:
+    moved = subject.on_device({"a": (torch.ones(1), [torch.ones(1)]), "b": 3}, torch.device("meta"))
+    assert moved["a"][0].is_meta and moved["a"][1][0].is_meta and moved["b"] == 3 and isinstance(moved["a"], tuple)
+
+
+def test_the_loss_is_found_in_what_models_return() -> None:
+    loss = torch.tensor(1.0)
+    logits = torch.ones(2, 2)
+    for output in (loss, SimpleNamespace(loss=loss), {"loss": loss}, (loss, logits), [loss]):
+        assert subject.pick_loss(output) is loss
+    for output in (logits, {"logits": loss}, SimpleNamespace(logits=loss), (), (logits, loss), None):
+        with pytest.raises(CannotVerify, match="return the loss as a scalar tensor"):
+            subject.pick_loss(output)
+
+
+def test_batches_start_over_if_they_can() -> None:
+    feed = subject.endless([1, 2])
+    assert [next(feed) for _ in range(5)] == [1, 2, 1, 2, 1]
+    once = subject.endless(iter([1, 2]))
+    assert [next(once), next(once)] == [1, 2]
+    with pytest.raises(CannotVerify, match="cannot be started over"):
+        next(once)
+    with pytest.raises(CannotVerify, match="no batches"):
+        next(subject.endless([]))
+
+
+def test_the_built_in_batches_differ_by_rank_and_seed_only() -> None:
+    def first(rank: int, seed: int) -> torch.Tensor:
+        tokens, targets = next(subject.built_in_batches(3, rank, 2, seed))
+        assert torch.equal(tokens[:, 1:], targets[:, :-1]) and tokens.shape == (3, subject.BUILT_IN.block_size)
+        return tokens
+
+    assert torch.equal(first(0, 0), first(0, 0))
+    assert not torch.equal(first(0, 0), first(1, 0)) and not torch.equal(first(0, 0), first(0, 1))
+
+
+def test_a_factory_is_loaded_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "my_factory_module.py").write_text(
+        "from torch import nn\n"
+        "value = 3\n"
+        "def make(rank, world_size): return nn.Linear(rank, world_size), [1]\n"
+        "def unpaired(rank, world_size): return nn.Linear(1, 1)\n"
+        "def unbatched(rank, world_size): return nn.Linear(1, 1), 3\n"
+    )
+    (tmp_path / "my_broken_module.py").write_text("import no_such_module_of_mine")
+    model, batches = subject.make_subject("my_factory_module:make", 1, 2)
+    assert isinstance(model, torch.nn.Linear) and model.in_features == 1 and batches == [1]
+    for spec, message in {
+        "my_factory_module": "write it as module:factory",
+        "my_factory_module:": "write it as module:factory",
+        "no_such_module_of_mine:make": "no module no_such_module_of_mine in .*set PYTHONPATH",
+        "my_factory_module:nothing": "has no function nothing",
+        "my_factory_module:value": "has no function value",
+        "my_factory_module:unpaired": "returned a Linear: return a pair",
+        "my_factory_module:unbatched": "batches of type a int|a int: return a list",
+    }.items():
+        with pytest.raises(CannotVerify, match=message):
+            subject.make_subject(spec, 0, 1)
+    with pytest.raises(ModuleNotFoundError):  # the module's own mistake keeps its traceback
+        subject.make_subject("my_broken_module:make", 0, 1)
+
+
+# ---- options and configs ---------------------------------------------------------------------------------------------
+
+
+def test_options_have_defaults_and_limits(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    verify_command.add_options(parser)
+    options = parser.parse_args([])
+    assert (options.steps, options.world_size, options.seed, options.inject) == (3, None, 0, None)
+    task = verify_command.check_options(parser.parse_args(["--inject", "all", "--steps", "2"]))
+    assert (task.inject, task.steps, task.config) == ("all", 2, DEFAULT_CONFIG)
+    for arguments in (["--steps", "0"], ["--world-size", "-1"], ["--inject", "gremlin"]):
+        with pytest.raises(SystemExit) as ended:
+            parser.parse_args(arguments)
+        assert ended.value.code == 2
+    capsys.readouterr()
+
+
+def test_a_fault_that_takes_more_steps_to_show_says_so() -> None:
+    for fault in (fault for fault in FAULTS.values() if fault.steps > 1):
+        task = Task({"optimizer": {"type": "DSMuon"}}, fault.steps - 1, None, 0, fault.name)
+        with pytest.raises(CannotVerify, match=f"{fault.name} takes {fault.steps} steps to show"):
+            run_task(task)
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"ds-muon {ds_muon.__version__}\n"
+
+
+def test_what_cannot_work_is_said_before_ranks_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bad.json").write_text("{")
+    (tmp_path / "list.json").write_text("[]")
+    for arguments, message in (
+        (["--config", str(tmp_path / "none.json")], "No such file"),
+        (["--config", str(tmp_path / "bad.json")], "not valid JSON"),
+        (["--config", str(tmp_path / "list.json")], "must be a JSON object"),
+        (["--model", "train"], "write it as module:factory"),
+        (["--json", str(tmp_path)], f"--json: {tmp_path} cannot be written: Is a directory"),
+        (["--json", str(tmp_path / ("n" * 256))], "cannot be written: File name too long"),
+        (["--json", str(tmp_path / "bad.json" / "r.json")], "cannot be written: Not a directory"),
+        (["--report", str(tmp_path / "bad.json")], "updates.png cannot be written: Not a directory"),
+        (["--report", "/proc/new", "--inject", "all"], "cannot be written: "),
+    ):
+        assert cli.main(["verify", *arguments]) == 2
+        said = capsys.readouterr().err
+        assert message in said and "starting" not in said
+
+
+@pytest.fixture
+def taking_nothing(request: pytest.FixtureRequest) -> Iterator[TextIO]:
+    """A stdout that is full, or that nobody reads."""
+    if request.param == "full":
+        with open("/dev/full", "w") as stream:
+            yield stream
+        return
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as stream:
+        yield stream
+
+
+@pytest.mark.parametrize("taking_nothing", ["full", "closed pipe"], indirect=True)
+@pytest.mark.parametrize(("error", "code", "word"), [(1e-6, 0, "RIGHT"), (0.5, 1, "WRONG")])
+def test_the_verdict_and_the_exit_code_depend_on_nothing_that_can_be_written(
+    taking_nothing: TextIO,
+    error: float,
+    code: int,
+    word: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The ranks are done; the disk is full by now, and so may stdout be."""
+    parser = argparse.ArgumentParser()
+    verify_command.add_options(parser)
+    (tmp_path / "report").touch()
+    options = parser.parse_args(["--json", str(tmp_path), "--report", str(tmp_path / "report")])
+    found = [result(record(error=error, diagnosis="clipped update"))]
+    assert verify_command.present(found, options) == code
+    out, said = capsys.readouterr()
+    assert out.splitlines()[-1].startswith(word)
+    assert f"numbers: {tmp_path} could not be written" in said and "report: " in said
+    monkeypatch.setattr(sys, "stdout", taking_nothing)
+    assert verify_command.present(found, options) == code
+    assert capsys.readouterr().err.splitlines()[-1].startswith(word)
+
+
+def test_a_name_cannot_fake_a_line() -> None:
+    name = "w\nRIGHT: 1 step\x1b[2J"
+    shown = r"w\nRIGHT: 1 step\x1b[2J"
+    planted_fault = planted("clipped-update", record(name))
+    for text in (
+        table.parameter_table(result(record(name))),
+        table.verdict(result(record(name))),
+        table.verdict(result(wrong(name))),
+        table.fault_verdict(planted_fault),
+        table.fault_verdict(planted("clipped-update", wrong(name))),
+        table.fault_table([planted_fault]),
+    ):
+        assert shown in text and not any(line.startswith("RIGHT: 1 step\x1b") for line in text.splitlines())
+
+
+def test_blanks_for_a_trainer_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    blank = {"train_batch_size": "auto", "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}}
+    path.write_text(json.dumps({**blank, "optimizer": {"params": {"ns_dtype": "auto"}}}))
+    with pytest.raises(
+        CannotVerify, match=r'train_batch_size, bf16.enabled are "auto", a blank that a trainer fills in'
+    ):
+        read_config(path)
+    path.write_text(json.dumps({"optimizer": {"params": {"ns_dtype": "auto"}}}))
+    assert read_config(path)["optimizer"] == {"params": {"ns_dtype": "auto"}}
+
+
+def test_everything_that_is_wrong_with_a_config_is_said_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    params = {"lr": "auto", "momentum": 2, "ns_dtype": "auto", "a\nb\ud800": 1}
+    wrong = {
+        "train_batch_size": "auto",
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "dsmuon", "params": params},
+        "zero_optimization": {"stage": 2, "overlap_comm": "auto"},
+        "tensor_parallel": {"autotp_size": 2},
+    }
+    path.write_text(json.dumps(wrong))
+    with pytest.raises(CannotVerify) as refused:
+        read_config(path)
+    first, *lines = str(refused.value).splitlines()
+    beginnings = (
+        'train_batch_size, bf16.enabled, zero_optimization.overlap_comm are "auto"',
+        "zero_optimization.reduce_scatter = true (DeepSpeed's default when the key is absent)",
+        "tensor_parallel.autotp_size = 2",
+        'optimizer.params.lr = "auto"',
+        "optimizer.params.momentum = 2",
+        "optimizer.params.a\\nb\\ud800 = 1",
+    )
+    assert first == f"--config {path}:" and len(lines) == len(beginnings)
+    assert all(line.startswith(beginning) for line, beginning in zip(lines, beginnings, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[" * 100_000, "nested too deep"),
+        ('{"a": ' * 900 + "1" + "}" * 900, "nested too deep"),
+        (f'{{"train_batch_size": {"9" * 5000}}}', "not valid JSON"),
+        ("\xff", "not valid JSON"),
+        ('{"\\ud800": "auto"}', '\\ud800 is "auto"'),
+        ('{"optimizer": {"type": "DSMuon", "params": [1]}}', "optimizer.params = [1]: is not a JSON object"),
+        ('{"optimizer": {"type": "Muon", "params": {"lr": "auto"}}}', 'optimizer.params.lr is "auto"'),
+    ],
+)
+def test_a_config_file_that_nothing_can_read_is_refused_in_words(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "config\udcff.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(CannotVerify) as refused:
+        read_config(path)
+    assert said in str(refused.value) and str(refused.value).encode()
+
+
+@pytest.mark.parametrize("config", [{}, {"optimizer": None}, {"optimizer": {"params": {}}}, {"optimizer": {"type": 1}}])
+def test_a_config_without_an_optimizer_is_refused_before_ranks_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: dict[str, Any]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert cli.main(["verify", "--config", str(tmp_path / "config.json")]) == 2
+    said = capsys.readouterr().err
+    assert "has no optimizer.type" in said and "starting" not in said
+    with pytest.raises(CannotVerify, match=r"has no optimizer\.type"):
+        rank.run(Task(config, 1, None, 0, None))
+
+
+def test_the_default_config_cannot_be_changed_by_its_user() -> None:
+    read_config(None)["optimizer"]["type"] = "other"
+    assert read_config(None)["optimizer"]["type"] == "DSMuon"
+
+
+def test_a_process_that_is_no_rank_says_what_to_use() -> None:
+    assert "ds-muon verify" in (missing_launcher({}) or "")
+    assert missing_launcher({"RANK": "0"}) is None
+    assert (missing_launcher({"PMI_RANK": "0"}) is None) == (find_spec("mpi4py") is not None)
+
+
+# ---- whole runs -----------------------------------------------------------------------------------------------------
+
+# Three matrices of which the middle one straddles two ranks; `one_bad` fails on rank 1 in the second step.
+MODEL = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 24), nn.Linear(24, 24), nn.Linear(24, 16)])
+
+    def forward(self, x, y):
+        for layer in self.layers[:-1]:
+            x = torch.tanh(layer(x))
+        return {"loss": nn.functional.mse_loss(self.layers[-1](x), y)}
+
+
+def make(rank, world_size):
+    data = torch.Generator().manual_seed(rank)
+    x, y = (torch.randn(2, 64, 16, generator=data) for _ in range(2))
+    return Net(), [{"x": x[i], "y": y[i]} for i in range(2)]
+
+
+def one_bad(rank, world_size):
+    model, batches = make(rank, world_size)
+    if rank == 1:
+        batches[1]["x"] = batches[1]["x"][:, :3]
+    return model, batches
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(MODEL)
+    return tmp_path
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
+def run(folder: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=folder, env={**environment(), **variables}, capture_output=True, text=True, timeout=240
+    )
+
+
+@contextmanager
+def ended_after(seconds: int) -> Iterator[None]:
+    """What hangs fails instead."""
+
+    def stop(signum: int, frame: object) -> None:
+        raise TimeoutError(f"{seconds} s are over")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def verify(folder: Path, *options: str, port: int | None = None) -> subprocess.CompletedProcess[str]:
+    """The command in this process: importing DeepSpeed once more would take longer than many a run."""
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr), ended_after(240):
+        patch.chdir(folder)
+        for name, value in environment().items():
+            patch.setenv(name, value)
+        if port is not None:
+            patch.setattr(ranks, "_free_port", lambda: port)
+        code = cli.main(["verify", *options])
+    return subprocess.CompletedProcess(options, code, stdout.getvalue(), stderr.getvalue())
+
+
+def config(folder: Path, **zero: Any) -> str:
+    path = folder / "ds_config.json"
+    path.write_text(json.dumps({**DEFAULT_CONFIG, "zero_optimization": zero}))
+    return str(path)
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+@pytest.fixture
+def port() -> Any:
+    number = free_port()
+    yield number
+    for leftover in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{number}_*"):
+        leftover.unlink(missing_ok=True)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_the_built_in_model_is_right_and_cut_across_ranks(tmp_path: Path, port: str) -> None:
+    done = verify(tmp_path, "--steps", "1", "--json", "out/r.json", "--report", "report", port=int(port))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("RIGHT: 1 step of 27 parameters on 2 ranks (cpu)")
+    assert "starting 2 ranks on the CPU" in done.stderr
+    (found,) = outcome.load(tmp_path / "out" / "r.json")
+    assert isinstance(found, VerifyResult) and found.ok and found.config == DEFAULT_CONFIG
+    muon = [r for r in found.records if r.half == "muon"]
+    assert {r.shape[0] > r.shape[1] for r in muon} == {True, False} and any(r.shape[0] == r.shape[1] for r in muon)
+    assert any(r.straddles for r in muon)
+    assert {path.suffix for path in (tmp_path / "report").iterdir()} == {".png", ".svg", ".html"}
+    assert not list(Path("/dev/shm").glob(f"*_{port}_*"))
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_every_planted_fault_is_found_in_one_launch(folder: Path) -> None:
+    done = verify(folder, "--model", "mine:make", "--steps", "2", "--inject", "all", "--json", "r.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    outcomes = outcome.load(folder / "r.json")
+    assert {o.fault for o in outcomes} == set(FAULTS)
+    assert done.stdout.splitlines()[-1].startswith("FOUND: ")
+    at = [f"fault {number} of {len(FAULTS)}: {fault} ..." for number, fault in enumerate(FAULTS, 1)]
+    assert done.stderr.splitlines()[1:] == at
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_refused_config_is_not_run(folder: Path) -> None:
+    done = verify(folder, "--config", config(folder, stage=2), "--model", "mine:make")
+    assert done.returncode == 2
+    assert "reduce_scatter = true" in done.stderr and "set it to false" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_an_error_on_one_rank_ends_all_and_is_shown(folder: Path) -> None:
+    done = verify(folder, "--model", "mine:one_bad")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[1].startswith(f"{FAILED} 1: RuntimeError: mat1 and mat2")
+    log = re.search(r"the whole log: (.*)\)", done.stderr)
+    assert log is not None and "mine.py" in Path(log[1]).read_text()
+    shutil.rmtree(Path(log[1]).parent)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_it_runs_under_the_deepspeed_launcher(folder: Path, port: str) -> None:
+    launcher = ["deepspeed.launcher.runner", "--num_accelerators", "2", "--master_port", port]
+    options = ["--config", config(folder, stage=1, reduce_scatter=False), "--model", "mine:make", "--json", "r.json"]
+    done = run(folder, sys.executable, "-m", *launcher, "--module", "ds_muon.verify", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "RIGHT: 3 steps of 6 parameters on 2 ranks" in done.stdout and (folder / "r.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.skipif(shutil.which("mpirun") is None or find_spec("mpi4py") is None, reason="needs mpirun and mpi4py")
+def test_it_runs_under_mpirun(folder: Path, port: str) -> None:
+    launcher = ["mpirun", *(["--allow-run-as-root"] if os.getuid() == 0 else []), "--oversubscribe", "-np", "2"]
+    command = [*launcher, sys.executable, "-m", "ds_muon.verify", "--model", "mine:make", "--world-size", "2"]
+    done = run(folder, *command, MASTER_PORT=port)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "RIGHT: 3 steps of 6 parameters on 2 ranks" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_the_ranks_end_with_a_command_that_is_killed(folder: Path) -> None:
+    command = [sys.executable, "-m", "ds_muon.cli", "verify", "--steps", "1000", "--model", "mine:make"]
+    mark = str(folder)
+    with subprocess.Popen(
+        command, cwd=folder, env=marked(environment(), mark), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    ) as process:
+        # The command, its leash, two of the launcher, two ranks.
+        assert within(60, lambda: len(processes_with(mark)) == 6)
+        process.kill()
+    assert within(20, lambda: processes_with(mark) == [])

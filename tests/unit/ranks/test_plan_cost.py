@@ -1,0 +1,317 @@
+"""``ds-muon plan``: the numbers follow from the partition plan, and from nothing else."""
+
+from __future__ import annotations
+
+import json
+import math
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ds_muon import cli
+from ds_muon.plan.owners import RATES, Rates
+from ds_muon.plan.partition import Plan, flat_layout, make_plan
+from ds_muon.plan_cost import MODELS, default_settings, gpt, llama, step_cost, step_memory, table
+from tests.unit.support.models import PrescribedGradients, ds_config, start, train_step
+from tests.unit.support.ranks import run_ranks
+
+SETTINGS = default_settings()
+
+
+@pytest.mark.parametrize(
+    ("model", "matrices", "elements"),
+    [
+        ("gpt-303m", 144, 302e6),
+        ("gpt-1.2b", 144, 1.21e9),
+        ("gpt-3b", 192, 2.52e9),
+        ("llama-3-8b", 224, 6.98e9),
+        ("llama-3-70b", 560, 68.5e9),
+    ],
+)
+def test_named_models_have_their_matrices(model: str, matrices: int, elements: float) -> None:
+    shapes = MODELS[model]()
+    assert len(shapes) == matrices == len({name for name, _ in shapes})
+    assert sum(rows * cols for _, (rows, cols) in shapes) == pytest.approx(elements, rel=0.01)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_one_rank_does_everything_once_and_moves_nothing(model: str) -> None:
+    shapes = MODELS[model]()
+    cost = step_cost(shapes, 1, SETTINGS)
+    assert cost.flops == cost.busiest_flops == cost.busiest_flops_each_holder
+    assert cost.flops == sum(SETTINGS.cost(*shape) for _, shape in shapes)
+    assert (cost.straddling, cost.moved_bytes, cost.busiest_bytes, cost.balance, cost.over_ours) == (0, 0, 0, 1.0, 1.0)
+    assert cost.runs == cost.runs_each_holder == cost.matrices == len(shapes)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 7, 64, 1000])
+@pytest.mark.parametrize("shapes", [gpt(3, 96), llama(2, 64, 16, 176)], ids=["gpt", "llama"])
+def test_every_number_follows_from_where_the_boundaries_fall(shapes: list, world_size: int) -> None:
+    """Element by element, from ZeRO's layout alone."""
+    cost = step_cost(shapes, world_size, SETTINGS)
+    size = -(-sum(rows * cols for _, (rows, cols) in shapes) // (2 * world_size)) * 2
+    holders, start = [], 0
+    for _, (rows, cols) in shapes:
+        holders.append(range(start // size, (start + rows * cols - 1) // size + 1))
+        start += rows * cols
+    assert cost.straddling == sum(len(ranks) > 1 for ranks in holders)
+    assert cost.runs_each_holder == sum(map(len, holders))
+    assert cost.runs == len(shapes)
+    work = [0.0] * world_size
+    for (_, shape), ranks in zip(shapes, holders, strict=True):
+        for rank in ranks:
+            work[rank] += SETTINGS.cost(*shape)
+    assert cost.busiest_flops_each_holder == max(work)
+    assert cost.flops / world_size <= cost.busiest_flops <= cost.busiest_flops_each_holder
+    # U in fp32 to the owner, O in fp16 back: what the owner does not hold.
+    layout = flat_layout([rows * cols for _, (rows, cols) in shapes], world_size)
+    plan = make_plan([shapes], [layout], world_size, SETTINGS.cost)
+    assert cost.loads == tuple(
+        sum(SETTINGS.cost(m.rows, m.cols) for m in plan.matrices if m.owner == rank) for rank in range(world_size)
+    )
+    assert cost.moved_bytes == 6 * plan.moved_elements() == cost.moved_bytes_by_holders
+    assert cost.moved_bytes / world_size <= cost.busiest_bytes <= cost.moved_bytes
+
+
+@pytest.mark.parametrize("model", ["gpt-1.2b", "llama-3-70b"])
+def test_no_world_size_makes_a_rank_do_more_than_each_holder_would(model: str) -> None:
+    costs = [step_cost(MODELS[model](), 2**i, SETTINGS) for i in range(13)]
+    assert all(cost.over_ours >= 1 for cost in costs)
+    busiest = [cost.busiest_flops for cost in costs]
+    assert busiest == sorted(busiest, reverse=True)
+    # The end of it: one matrix, the largest.
+    assert busiest[-1] == max(SETTINGS.cost(*shape) for _, shape in MODELS[model]())
+
+
+def test_the_table_has_times_at_the_given_rates() -> None:
+    rates = Rates(100e12, 10e9)
+    cost = step_cost(MODELS["gpt-1.2b"](), 64, SETTINGS, rates=rates)
+    # The plan is the engine's, whatever the rates.
+    assert replace(cost, rates=RATES, seconds=0, seconds_by_holders=0) == replace(
+        step_cost(MODELS["gpt-1.2b"](), 64, SETTINGS), seconds=0, seconds_by_holders=0
+    )
+    assert cost.seconds >= max(cost.busiest_flops / 100e12, cost.busiest_bytes / 10e9)
+    line, ranks = (block.splitlines()[-1].split() for block in table([cost]).split("\n\n"))
+    assert [int(text) for text in line[:3]] == [64, cost.straddling, cost.moved]
+    assert [float(text) for text in line[5:7]] == pytest.approx(
+        [1e3 * cost.seconds, 1e3 * cost.seconds_by_holders], abs=0.01
+    )
+    assert [int(text) for text in line[7:9]] == [cost.runs, cost.runs_each_holder]
+    shown = [cost.exchange_memory, cost.step_memory, cost.saved_memory]
+    assert [1e6 * float(text) for text in ranks[7:]] == pytest.approx(shown, abs=5e5)
+    loads = [1e-12 * load for load in (min(cost.loads), sum(cost.loads) / 64, max(cost.loads))]
+    balances = [cost.balance, cost.balance_if_free, cost.balance_by_holders]
+    assert [float(text) for text in ranks[:7]] == pytest.approx([64, *loads, *balances], abs=0.01)
+
+
+@pytest.mark.parametrize(("model", "world_size"), [("gpt-1.2b", 64), ("llama-3-8b", 100), ("llama-3-70b", 256)])
+def test_whole_matrices_move_where_a_step_gets_faster(model: str, world_size: int) -> None:
+    cost = step_cost(MODELS[model](), world_size, SETTINGS)
+    assert cost.moved > 0 and cost.seconds < 0.98 * cost.seconds_by_holders
+    assert cost.moved_bytes > cost.moved_bytes_by_holders
+    normuon = step_cost(MODELS[model](), world_size, SETTINGS, normuon=True)
+    assert normuon.moved_bytes_by_holders * 6 == cost.moved_bytes_by_holders * 8
+
+
+@pytest.mark.parametrize(("model", "world_size"), [("llama-3-8b", 8), ("llama-3-8b", 512), ("llama-3-70b", 4096)])
+def test_nothing_moves_where_ranks_are_even_or_one_matrix_is_the_most(model: str, world_size: int) -> None:
+    cost = step_cost(MODELS[model](), world_size, SETTINGS)
+    assert cost.moved == 0 and cost.seconds == cost.seconds_by_holders
+    assert cost.moved_bytes == cost.moved_bytes_by_holders and cost.balance == cost.balance_by_holders
+
+
+@pytest.mark.parametrize("model", ["gpt-1.2b", "llama-3-8b", "llama-3-70b"])
+def test_memory_is_that_of_the_rank_that_needs_most(model: str) -> None:
+    elements = sum(rows * cols for _, (rows, cols) in MODELS[model]())
+    for world_size in (1, 8, 100, 4096):
+        cost = step_cost(MODELS[model](), world_size, SETTINGS)
+        assert 4 * elements <= cost.saved_memory * world_size < 4 * (elements + 2 * world_size)
+        assert cost.exchange_memory < cost.step_memory
+        assert (cost.exchange_memory > 0) == (cost.moved_bytes > 0)
+
+
+@pytest.mark.parametrize("world_size", [2, 8, 64, 100, 128, 256, 4096])
+@pytest.mark.parametrize("model", ["gpt-1.2b", "llama-3-8b", "llama-3-70b"])
+def test_if_moving_is_free_ranks_are_as_even_as_the_matrices_allow(model: str, world_size: int) -> None:
+    costs = sorted((SETTINGS.cost(*shape) for _, shape in MODELS[model]()), reverse=True)
+    # Of k N + 1 matrices one rank has k + 1, and no cheaper ones than the last of these.
+    pigeons = [sum(costs[k * world_size - k : k * world_size + 1]) for k in range(-(-len(costs) // world_size))]
+    allowed = 1.05 * max(sum(costs) / world_size, *pigeons)
+    if (model, world_size) in (("llama-3-8b", 100), ("llama-3-70b", 256)):
+        # There are hardly more ranks than large matrices of the MLP, so many must take a square one as well.
+        large, square = sorted(set(costs), reverse=True)[:2]
+        allowed = large + square
+    if (model, world_size) == ("llama-3-70b", 100):
+        # 2.4 large ones to a rank, which two of them and square ones do not add up to.
+        large, square = sorted(set(costs), reverse=True)[:2]
+        allowed = 3 * large + square
+    assert step_cost(MODELS[model](), world_size, SETTINGS).busiest_flops_if_free <= allowed
+
+
+def engines_plan(model: str, world_size: int) -> Plan:
+    shapes = MODELS[model]()
+    layout = flat_layout([math.prod(shape) for _, shape in shapes], world_size)
+    return make_plan([shapes], [layout], world_size, SETTINGS.cost)
+
+
+def with_owner(plan: Plan, index: int, owner: int) -> Plan:
+    """The plan of one group, with another owner of one matrix."""
+    (group,) = plan.groups
+    matrices, loads = list(group.matrices), list(plan.loads)
+    cost = SETTINGS.cost(matrices[index].rows, matrices[index].cols)
+    loads[matrices[index].owner] -= cost
+    loads[owner] += cost
+    matrices[index] = replace(matrices[index], owner=owner)
+    return Plan((replace(group, matrices=tuple(matrices)),), tuple(loads))
+
+
+def seconds_after_the_best_move(plan: Plan) -> float:
+    """The least time of a step that another owner of one matrix gives, or the plan's own."""
+    times = [RATES.of_rank(load, 6 * moved) for load, moved in zip(plan.loads, plan.moved_by_rank(), strict=True)]
+    slowest, idlest = max(times), sorted(range(len(times)), key=times.__getitem__)
+    least = plan.seconds()
+    for index, matrix in enumerate(plan.matrices):
+        # A step gets faster only if all ranks that take longest do: a move changes the times of two.
+        touched = {rank for rank in (matrix.owner, *matrix.holders) if times[rank] >= slowest * (1 - 1e-9)}
+        if not touched or sum(time >= slowest * (1 - 1e-9) for time in times) > 2:
+            continue
+        # Of ranks that hold nothing of it, none is left with less to do than the one that has least.
+        other = next(rank for rank in idlest if rank not in {matrix.owner, *matrix.holders})
+        for owner in {*matrix.holders, other} - {matrix.owner}:
+            least = min(least, with_owner(plan, index, owner).seconds())
+    return least
+
+
+def test_the_search_for_a_better_move_finds_one() -> None:
+    plan = engines_plan("gpt-1.2b", 16)
+    worse = with_owner(plan, 3, 9)
+    assert worse.seconds() > 1.02 * plan.seconds()
+    assert seconds_after_the_best_move(worse) == pytest.approx(plan.seconds())
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 6, 8, 16, 32, 40, 48, 64, 100, 128, 192, 256, 512, 1000, 4096])
+@pytest.mark.parametrize("model", ["gpt-1.2b", "llama-3-8b", "llama-3-70b"])
+def test_ranks_are_even_or_no_other_owner_of_a_matrix_makes_a_step_faster(model: str, world_size: int) -> None:
+    """For the engine's own plan: beyond 1.05 of the mean, the link would cost more than it saves."""
+    plan = engines_plan(model, world_size)
+    assert plan.balance <= 1.05 or seconds_after_the_best_move(plan) >= plan.seconds() * (1 - 1e-4)
+
+
+def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, chart = tmp_path / "out" / "plan.json", tmp_path / "pictures" / "plan.png"
+    arguments = ["--world-size", "3", "17", "--json", str(path), "--chart", str(chart)]
+    assert cli.main(["plan", "gpt-124m", "gpt-303m", *arguments]) == 0
+    found = json.loads(path.read_text())
+    assert list(found) == ["gpt-124m", "gpt-303m"]
+    assert [row["world_size"] for row in found["gpt-124m"]] == [3, 17]
+    assert math.isclose(found["gpt-124m"][0]["flops"], step_cost(MODELS["gpt-124m"](), 3, SETTINGS).flops)
+    assert [len(row["loads"]) for row in found["gpt-303m"]] == [3, 17]
+    assert all(sum(row["loads"]) == row["flops"] and row["runs"] == 144 for row in found["gpt-303m"])
+    assert chart.read_bytes().startswith(b"\x89PNG")
+    out = capsys.readouterr().out
+    assert "gpt-124m: 72 matrices, 0.08B elements" in out and "gpt-303m: 144 matrices" in out
+
+
+def test_the_same_numbers_make_the_same_picture(tmp_path: Path) -> None:
+    """So that the one of docs/plan.md changes only with what it shows."""
+    for name in ("a.svg", "b.svg"):
+        assert (
+            cli.main(["plan", "gpt-124m", "gpt-303m", "--world-size", "1", "8", "--chart", str(tmp_path / name)]) == 0
+        )
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+def test_what_could_not_be_written_is_told_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    full = OSError(28, "No space left on device")
+    with mock.patch("ds_muon.files.writing", side_effect=full):
+        assert cli.main(["plan", "gpt-124m", "--world-size", "3", "--json", "numbers.json"]) == 2
+    out, error = capsys.readouterr()
+    assert "gpt-124m: " in out and "numbers: numbers.json could not be written: [Errno 28]" in error
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["no-model"],
+        ["gpt-124m", "--world-size", "0"],
+        ["gpt-124m", "--tflops", "-1"],
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["plan", *arguments])
+    assert "error: argument" in capsys.readouterr().err
+
+
+# ---- memory, beside engines -----------------------------------------------------------------------------------------
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of all storages that operations make in this context, while they live; ``peak`` is the most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = self._now = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._known |= {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
+        result = function(*args, **(kwargs or {}))
+        for tensor in tensors_in(result):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._known:
+                self._known.add(storage._cdata)
+                weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+                self._now += storage.nbytes()
+        self.peak = max(self.peak, self._now)
+        return result
+
+    def _forget(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self._now -= nbytes
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def memory_of_a_step(params: dict[str, Any]) -> tuple[int, int, int]:
+    """What a rank allocates in the updates of its only Muon group, and the bounds: for what travels, and in all."""
+    engine = start(PrescribedGradients(STRADDLING), ds_config(params))
+    zero, rank = engine.optimizer, torch.distributed.get_rank()
+    (group,) = zero.muon_groups
+    updates, counted = group.updates, Allocations()
+
+    def counting(*args: Any) -> Iterator[None]:
+        with counted:
+            yield from updates(*args)
+
+    with mock.patch.object(group, "updates", counting):
+        train_step(engine, [torch.ones(shape) for shape in STRADDLING])
+    exchange, both = step_memory(zero.plan.groups[0], zero.newton_schulz, normuon=params.get("variant") == "normuon")
+    engine.destroy()
+    return counted.peak, exchange[rank], both[rank]
+
+
+STRADDLING = [(24, 24), (16, 40), (40, 16), (24, 24), (16, 16), (64, 48), (16, 40), (24, 24)]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("world_size", "variant"), [(2, "muon"), (4, "muon"), (2, "normuon")])
+def test_a_step_allocates_no_more_than_the_plan_says(world_size: int, variant: str) -> None:
+    ranks = run_ranks(world_size, memory_of_a_step, {"variant": variant})
+    # NorMuon's moments and norms of the rows, in fp32 and fp64.
+    slack = 64 * sum(rows for rows, _ in STRADDLING) if variant == "normuon" else 0
+    assert any(exchange for _, exchange, _ in ranks)
+    for peak, exchange, both in ranks:
+        assert exchange <= both and peak <= both + slack
+        assert peak > both / 8

@@ -1,0 +1,479 @@
+"""What a step does and does not: partition invariance, clipping, scale, zeros, counts, state."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor, nn
+
+from ds_muon import muon_group
+from ds_muon.update import muon_update
+from tests.unit.support.batches import cut_into
+from tests.unit.support.models import PrescribedGradients, ds_config, full_weights, start, start_groups, train_step
+from tests.unit.support.ranks import run_ranks
+from tests.unit.support.steps import SHAPES, assert_equal, exact_gradients, muon_names, state_of, train
+
+pytestmark = pytest.mark.ranks
+
+
+def test_adamw_weights_do_not_depend_on_the_world_size() -> None:
+    # Cut in three, 40 elements end in the middle of a vector register.
+    config = ds_config({"adam_lr": 3e-3})
+    one, two, three = (run_ranks(world_size, train, [(16, 16), (40,)], config, 12)[0] for world_size in (1, 2, 3))
+    assert_equal(one, two)
+    assert_equal(one, three)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_length_of_a_tensor_changes_no_bit(dtype: str) -> None:
+    """Operations on lists get pieces of tensors that are too long for them: gradients, and AdamW's, fused or not."""
+    config = ds_config(dtype=dtype)
+    expected = run_ranks(2, train, SHAPES, config, 3)[0]
+    for weights, copied, stepped in run_ranks(2, train_with_long_tensors, config):
+        assert_equal(weights, expected)
+        # Updates are written by the same operation as gradients; a matrix in pieces of 8 is a gradient.
+        assert 8 in copied and max(stepped) == 8
+
+
+def train_with_long_tensors(config: dict[str, Any]) -> tuple[dict[str, Tensor], list[int], list[int]]:
+    """The weights; of each call to ``_foreach_copy_`` the longest tensor; the lengths of all that AdamW stepped."""
+    stepped: list[int] = []
+    adamw = torch.optim.AdamW.step
+
+    def step(self: torch.optim.AdamW) -> None:
+        stepped.extend(p.numel() for group in self.param_groups for p in group["params"])
+        adamw(self)
+
+    with (
+        mock.patch("ds_muon.zero.LARGEST_IN_LIST", 8),
+        mock.patch("ds_muon.optimizer.LARGEST_IN_LIST", 8),
+        mock.patch("torch.optim.AdamW.step", step),
+        mock.patch("torch._foreach_copy_", wraps=torch._foreach_copy_) as copy,
+    ):
+        weights = train(SHAPES, config, 3)
+    return weights, [max(piece.numel() for piece in call.args[1]) for call in copy.call_args_list], stepped
+
+
+# ---- the result does not depend on the partition --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> dict[str, Tensor]:
+    return run_ranks(1, train, SHAPES, ds_config({"weight_decay": 0.1}, stage=2, gradient_clipping=0.5), 3)[0]
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_weights_are_bit_equal_for_any_cut(
+    world_size: int, stage: int, groups: int, one_rank: dict[str, Tensor]
+) -> None:
+    config = ds_config({"weight_decay": 0.1}, stage=stage, gradient_clipping=0.5)
+    for weights in run_ranks(world_size, train, SHAPES, config, 3, 1.0, groups):
+        assert_equal(weights, one_rank)
+
+
+@pytest.mark.parametrize("zero", [{"round_robin_gradients": True}, {"parameter_alignment": True}])
+def test_weights_are_bit_equal_for_any_layout(zero: dict[str, Any], one_rank: dict[str, Tensor]) -> None:
+    config = ds_config({"weight_decay": 0.1}, zero=zero, gradient_clipping=0.5)
+    assert_equal(run_ranks(3, train, SHAPES, config, 3)[0], one_rank)
+
+
+def apply_muon_update(shapes: list[tuple[int, ...]], lr: float, steps: int) -> dict[str, Tensor]:
+    device = torch.device(get_accelerator().current_device_name())
+    model = PrescribedGradients(shapes).to(device)
+    buffers = [torch.zeros(shape, device=device) for shape in shapes]
+    for step in range(steps):
+        gradients = exact_gradients(shapes, step, device)
+        for p, g, buffer in zip(model.parameters(), gradients, buffers, strict=True):
+            p.data -= lr * muon_update(g, buffer)
+    return {name: p.detach().cpu() for name, p in model.named_parameters()}
+
+
+def test_the_engine_applies_exactly_what_muon_update_returns() -> None:
+    """The public function on whole matrices and the engine on pieces of them: the same bits."""
+    shapes = SHAPES[:4]
+    (expected,) = run_ranks(1, apply_muon_update, shapes, 0.02, 3)
+    assert_equal(run_ranks(2, train, shapes, ds_config({"lr": 0.02}), 3)[0], expected)
+
+
+@pytest.mark.parametrize("variant", ["muon", "normuon"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_weights_are_bit_equal_for_any_size_of_the_batches(world_size: int, variant: str) -> None:
+    """Whole and straddling matrices of one shape run together, as on a GPU."""
+    shapes = [(24, 40)] * 5 + [(40, 24)] * 3 + [(16, 16)] * 4 + [(7,)]
+    config = ds_config({"variant": variant, "weight_decay": 0.1})
+    alone = run_ranks(world_size, train_in_batches, shapes, config, 1)
+    for size in (2, 3, 100):
+        for found, other in zip(run_ranks(world_size, train_in_batches, shapes, config, size), alone, strict=True):
+            assert_equal(found, other)
+
+
+def train_in_batches(shapes: list[tuple[int, ...]], config: dict[str, Any], size: int) -> dict[str, Tensor]:
+    with mock.patch.object(muon_group, "batches", cut_into(size)):
+        return train(shapes, config, 2)
+
+
+# ---- clipping and norms ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_clipping_leaves_muon_weights_bit_equal(stage: int) -> None:
+    unclipped = run_ranks(2, train, SHAPES, ds_config(stage=stage, gradient_clipping=0), 3)[0]
+    for clipping in (None, 1.0, 1e-8):
+        clipped = run_ranks(2, train, SHAPES, ds_config(stage=stage, gradient_clipping=clipping), 3)[0]
+        assert_equal(clipped, unclipped, muon_names(SHAPES))
+
+
+def norms(config: dict[str, Any]) -> dict[str, float]:
+    shapes = [(48, 48), (20,)]
+    engine = start(PrescribedGradients(shapes), config)
+    gradients = exact_gradients(shapes, 0, engine.device)
+    train_step(engine, gradients)
+    averaged = [g / torch.distributed.get_world_size() for g in gradients]
+    vector = engine.optimizer.optimizer.state[engine.optimizer.single_partition_of_fp32_groups[1]]["exp_avg"]
+    total = torch.stack([vector.square().sum()])
+    torch.distributed.all_reduce(total)
+    return {
+        "reported": float(engine.get_global_grad_norm()),
+        "raw": float(torch.cat([g.flatten() for g in averaged]).norm()),
+        "adamw": float(averaged[1].norm()),
+        "first_moment": float(total.sqrt()),
+    }
+
+
+@pytest.mark.parametrize("scope", ["adamw", "all"])
+def test_adamw_is_clipped_by_the_norm_of_its_scope_and_the_raw_norm_is_reported(scope: str) -> None:
+    clip = 0.01
+    found = run_ranks(2, norms, ds_config({"clip_norm_scope": scope}, gradient_clipping=clip))[0]
+    assert found["reported"] == pytest.approx(found["raw"], rel=1e-6)
+    factor = clip / found["adamw" if scope == "adamw" else "raw"]
+    # After one step the first moment is (1 - beta1) times the clipped gradient.
+    assert found["first_moment"] == pytest.approx(0.1 * factor * found["adamw"], rel=1e-4)
+
+
+def test_compute_grad_norm_false_reports_none() -> None:
+    assert run_ranks(2, reported_norms, ds_config(zero={"compute_grad_norm": False}))[0] == [None] * 3
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_norm_is_a_tensor_as_deepspeeds_own_and_infinite_in_an_overflow(dtype: str, stage: int) -> None:
+    ours, adamws = ds_config(dtype=dtype, stage=stage), ds_config(dtype=dtype, stage=stage)
+    adamws["optimizer"] = {"type": "AdamW", "params": {"torch_adam": True}}
+    for found, theirs in zip(run_ranks(2, reported_norms, ours), run_ranks(2, reported_norms, adamws), strict=True):
+        good, overflow, good_again = found
+        assert good["dtype"] == theirs[0]["dtype"] and good["device"] == theirs[0]["device"] and good["shape"] == ()
+        assert good["norm"] == pytest.approx(theirs[0]["norm"], rel=1e-6) == good_again["norm"]
+        # DeepSpeed's is a float here, on which .item() fails.
+        assert {**overflow, "norm": good["norm"]} == good and overflow["norm"] == float("inf")
+
+
+def reported_norms(config: dict[str, Any]) -> list[dict[str, Any] | None]:
+    """Of a good step, one with an infinite gradient, and a good one."""
+    engine = start(PrescribedGradients([(8, 8), (5,)]), config)
+    found: list[dict[str, Any] | None] = []
+    for factor in (1.0, float("inf"), 1.0):
+        train_step(engine, [factor * torch.ones(shape, device=engine.device) for shape in ((8, 8), (5,))])
+        norm = engine.get_global_grad_norm()
+        if isinstance(norm, Tensor):
+            about = {"dtype": str(norm.dtype), "device": str(norm.device), "shape": tuple(norm.shape)}
+            found.append({"norm": norm.item(), **about})
+        else:
+            found.append(None)
+    return found
+
+
+# ---- scale and zeros ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exponent", [-30, -20, -10, -7, 7, 15])
+def test_an_engine_step_does_not_depend_on_the_gradients_scale(exponent: int) -> None:
+    shapes = [(48, 48), (16, 48), (48, 16)]
+    config = ds_config({"lr": 1.0, "ns_dtype": "float32"})
+    before = dict(PrescribedGradients(shapes).named_parameters())
+    unscaled = run_ranks(2, train, shapes, config, 1)[0]
+    scaled = run_ranks(2, train, shapes, config, 1, 10.0**exponent)[0]
+    for name in unscaled:
+        change = unscaled[name] - before[name].data
+        assert (scaled[name] - unscaled[name]).norm() <= 1e-5 * change.norm(), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_zero_gradients_leave_muon_weights_untouched(dtype: str) -> None:
+    shapes = [(48, 48), (16, 48)]
+    config = ds_config(dtype=dtype)
+    start_weights = run_ranks(2, train, shapes, config, 0)[0]
+    assert_equal(run_ranks(2, train, shapes, config, 2, 0.0)[0], start_weights)
+
+
+# ---- each matrix once -----------------------------------------------------------------------------------------------
+
+
+def count_orthogonalizations(shapes: list[tuple[int, ...]], config: dict[str, Any], tag: bool) -> tuple[int, int]:
+    from deepspeed.runtime.zero.muon import original_muon
+
+    model = PrescribedGradients(shapes)
+    if tag:
+        for p in model.parameters():
+            p.use_muon = p.ndim == 2 and min(p.shape) > 1
+    engine = start(model, config)
+    ours: list[int] = []
+    original = muon_group.orthogonalize_batch
+    with (
+        mock.patch.object(muon_group, "orthogonalize_batch", lambda m, s: (ours.append(len(m)), original(m, s))[1]),
+        mock.patch.object(original_muon, "muon_update", side_effect=AssertionError("DeepSpeed's Muon ran")) as theirs,
+    ):
+        train_step(engine, exact_gradients(shapes, 0, engine.device))
+    return sum(ours), theirs.call_count
+
+
+@pytest.mark.parametrize("tag", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_matrix_is_orthogonalized_once_and_never_by_deepspeed(
+    world_size: int, stage: int, dtype: str, tag: bool
+) -> None:
+    counts = run_ranks(world_size, count_orthogonalizations, SHAPES, ds_config(stage=stage, dtype=dtype), tag)
+    assert sum(ours for ours, _ in counts) == len(muon_names(SHAPES))
+    assert all(theirs == 0 for _, theirs in counts)
+
+
+# ---- state ----------------------------------------------------------------------------------------------------------
+
+
+def inspect_state(config: dict[str, Any]) -> dict[str, Any]:
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    shapes = [(48, 48), (63, 63), (9,)]
+    engine = start(PrescribedGradients(shapes), config)
+    zero = engine.optimizer
+    parameters = dict(engine.module.named_parameters())
+    before = safe_get_full_optimizer_state(parameters["p0"], "momentum_buffer").norm()
+    gradients = exact_gradients(shapes, 0, engine.device)
+    buffer = zero.optimizer.state[zero.single_partition_of_fp32_groups[0]]["momentum_buffer"]
+    address = buffer.data_ptr()
+    train_step(engine, gradients)
+    momentum = {n: safe_get_full_optimizer_state(parameters[n], "momentum_buffer") for n in ("p0", "p1")}
+    mean = [g.clone() for g in gradients]
+    for g in mean:
+        torch.distributed.all_reduce(g)
+    return {
+        "before": float(before),
+        "sizes": [(buffer.numel(), zero.partition_size[0]), buffer.dtype],
+        "in place": address
+        == zero.optimizer.state[zero.single_partition_of_fp32_groups[0]]["momentum_buffer"].data_ptr(),
+        "momentum": [
+            float((momentum[f"p{i}"] - expected).norm() / expected.norm())
+            for i, expected in enumerate(0.05 * g / torch.distributed.get_world_size() for g in mean[:2])
+        ],
+        "exp_avg": float(safe_get_full_optimizer_state(parameters["p2"], "exp_avg").norm()),
+        "weight": safe_get_full_fp32_param(parameters["p1"]).shape,
+        "keys": [sorted(s) for s in zero.optimizer.state.values()],
+    }
+
+
+@pytest.mark.parametrize("momentum_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_momentum_is_one_partition_sized_tensor_that_deepspeed_can_read(stage: int, momentum_dtype: str) -> None:
+    for found in run_ranks(2, inspect_state, ds_config({"momentum_dtype": momentum_dtype}, stage=stage)):
+        (size, partition), dtype = found["sizes"]
+        assert size == partition and dtype == getattr(torch, momentum_dtype)
+        assert found["before"] == 0 and found["in place"]
+        assert all(error < (1e-6 if momentum_dtype == "float32" else 2**-8) for error in found["momentum"])
+        assert found["exp_avg"] > 0 and found["weight"] == (63, 63)
+        assert found["keys"] == [["momentum_buffer"], ["exp_avg", "exp_avg_sq", "step"]]
+
+
+# ---- param groups ---------------------------------------------------------------------------------------------------
+
+
+def train_groups(config: dict[str, Any], kind: str) -> list[tuple[str, float, float, int]]:
+    shapes = [(8, 8), (8,), (8, 16), (4,), (0, 8)]
+    model = PrescribedGradients(shapes)
+    model.p2.requires_grad_(kind != "frozen")
+    parameters: Any = list(model.parameters())
+    if kind == "generator":
+        parameters = (p for p in model.parameters())
+    elif kind == "groups":
+        parameters = [
+            {"params": [model.p0, model.p1], "lr": 0.5, "weight_decay": 0.0},
+            {"params": (p for p in (model.p2, model.p3)), "name": "rest"},
+        ]
+    elif kind == "matrices only":
+        parameters = [model.p0, model.p2]
+    engine = start(model, config, model_parameters=parameters)
+    before = full_weights(engine)
+    train_step(engine, exact_gradients(shapes, 0, engine.device))
+    after = full_weights(engine)
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+    return [(g["name"], g["lr"], g["weight_decay"], len(g["params"])) for g in engine.optimizer.param_groups]
+
+
+def test_param_groups_keep_their_settings_and_muon_comes_first() -> None:
+    config = ds_config({"weight_decay": 0.1})
+    groups = run_ranks(2, train_groups, config, "groups")[0]
+    assert [(name.rsplit("-", 1)[1], lr, decay) for name, lr, decay, _ in groups] == [
+        ("muon", 0.5, 0.0),
+        ("muon", 0.02, 0.1),
+        ("adamw", 0.5, 0.0),
+        ("adamw", 1e-3, 0.1),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["list", "generator", "frozen", "matrices only"])
+def test_any_kind_of_model_parameters_trains(kind: str) -> None:
+    groups = run_ranks(2, train_groups, ds_config(), kind)[0]
+    assert len(groups) == (1 if kind == "matrices only" else 2)
+
+
+def train_with_scheduler(config: dict[str, Any]) -> tuple[list[float], list[str]]:
+    import warnings
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        scheduler = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))  # noqa: E731
+        engine = start(model, config, lr_scheduler=scheduler)
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 8, device=engine.device)).sum())
+            engine.step()
+    return [g["lr"] for g in engine.optimizer.param_groups], [str(w.message) for w in caught]
+
+
+def test_a_torch_scheduler_scales_both_rates_and_does_not_complain() -> None:
+    rates, warnings = run_ranks(2, train_with_scheduler, ds_config({"lr": 0.3, "adam_lr": 0.03}))[0]
+    assert rates == pytest.approx([0.1, 0.01])
+    assert not [w for w in warnings if "lr_scheduler.step()" in w]
+
+
+# ---- non-finite gradients -------------------------------------------------------------------------------------------
+
+
+def step_with_nan(config: dict[str, Any], position: int | None, bad_rank: int) -> dict[str, Any]:
+    """Two steps; between them one in which a gradient of one rank has a NaN, or none at all."""
+    shapes = [(16, 16), (5,), (16, 8), (3,)]
+    model = PrescribedGradients(shapes)
+    parameters = list(model.parameters())
+    engine = start(model, config, model_parameters=[{"params": parameters[:2]}, {"params": parameters[2:]}])
+    train_step(engine, exact_gradients(shapes, 0, engine.device))
+    before, momentum = full_weights(engine), state_of(engine)
+    if position is not None:
+        gradients = exact_gradients(shapes, 1, engine.device)
+        if torch.distributed.get_rank() == bad_rank:
+            gradients[position].view(-1)[0] = float("nan")
+        train_step(engine, gradients)
+    after, momentum_after = full_weights(engine), state_of(engine)
+    skipped = engine.skipped_steps
+    train_step(engine, exact_gradients(shapes, 2, engine.device))
+    return {
+        "untouched": all(torch.equal(before[n], after[n]) for n in before)
+        and all(torch.equal(a, b) for a, b in zip(momentum, momentum_after, strict=True)),
+        "skipped": skipped,
+        "weights": full_weights(engine),
+        "state": state_of(engine),
+    }
+
+
+@pytest.mark.parametrize("position", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_nan_on_one_rank_moves_nothing_anywhere(dtype: str, position: int) -> None:
+    config = ds_config({"weight_decay": 0.1}, dtype=dtype)
+    clean = run_ranks(2, step_with_nan, config, None, 1)
+    for found, other in zip(run_ranks(2, step_with_nan, config, position, 1), clean, strict=True):
+        assert found["untouched"] and found["skipped"] == 1
+        assert all(weight.isfinite().all() for weight in found["weights"].values())
+        # The next step is that of a run that never saw the bad batch.
+        assert_equal(found["weights"], other["weights"])
+        assert all(torch.equal(a, b) for a, b in zip(found["state"], other["state"], strict=True))
+
+
+# ---- spikes ---------------------------------------------------------------------------------------------------------
+
+
+def steps_with_a_spike(config: dict[str, Any], position: int | None, bad_rank: int) -> dict[str, Any]:
+    """Two steps on ordinary gradients; between them one in which a gradient of one rank is a thousand times larger."""
+    shapes = [(16, 16), (5,), (16, 8), (3,)]
+    model = PrescribedGradients(shapes)
+    parameters = list(model.parameters())
+    scheduler = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)  # noqa: E731
+    groups = [{"params": parameters[:2]}, {"params": parameters[2:]}]
+    engine = start(model, config, model_parameters=groups, lr_scheduler=scheduler)
+    scale = engine.optimizer.loss_scale
+    train_step(engine, exact_gradients(shapes, 0, engine.device))
+    before, state = full_weights(engine), state_of(engine)
+    found: dict[str, Any] = {}
+    if position is not None:
+        gradients = exact_gradients(shapes, 1, engine.device)
+        if torch.distributed.get_rank() == bad_rank:
+            gradients[position] = torch.full_like(gradients[position], 1000.0)
+        train_step(engine, gradients)
+        found["untouched"] = all(torch.equal(before[n], w) for n, w in full_weights(engine).items()) and all(
+            torch.equal(a, b) for a, b in zip(state, state_of(engine), strict=True)
+        )
+        found["norm"] = engine.get_global_grad_norm()
+    found["skipped"], found["scale"] = engine.skipped_steps, engine.optimizer.loss_scale / scale
+    if position is None or found["untouched"]:
+        train_step(engine, exact_gradients(shapes, 2, engine.device))
+    return {**found, "weights": full_weights(engine)}
+
+
+@pytest.mark.parametrize("position", [1, 3])
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_spike_in_adamws_gradients_skips_the_step_as_if_it_had_never_been(
+    world_size: int, dtype: str, stage: int, position: int
+) -> None:
+    config = ds_config({"weight_decay": 0.1, "grad_norm_skip_threshold": 10.0}, dtype=dtype, stage=stage)
+    clean = run_ranks(world_size, steps_with_a_spike, config, None, 0)
+    for found, other in zip(run_ranks(world_size, steps_with_a_spike, config, position, 1), clean, strict=True):
+        assert found["untouched"] and found["skipped"] == 1 and found["scale"] == 1
+        assert 10 < found["norm"] < float("inf")
+        assert_equal(found["weights"], other["weights"])
+
+
+@pytest.mark.parametrize(("threshold", "position"), [(None, 1), (1e6, 1), (10.0, 0), (10.0, 2)])
+def test_neither_an_allowed_norm_nor_a_huge_muon_gradient_skips_a_step(threshold: float | None, position: int) -> None:
+    config = ds_config({"grad_norm_skip_threshold": threshold})
+    for found in run_ranks(2, steps_with_a_spike, config, position, 1):
+        assert not found["untouched"] and found["skipped"] == 0
+
+
+def warnings_of_spikes(config: dict[str, Any], steps: int) -> list[str]:
+    shapes = [(8, 8), (5,)]
+    engine = start(PrescribedGradients(shapes), config)
+    with mock.patch("ds_muon.guard.log") as warning:
+        for step in range(steps):
+            train_step(engine, exact_gradients(shapes, step, engine.device))
+    assert engine.skipped_steps == engine.optimizer.guard.spikes.count == steps
+    return [call.args[0] for call in warning.call_args_list]
+
+
+def test_spikes_are_warned_of_on_rank_0_at_the_first_second_fourth_and_eighth() -> None:
+    first, second = run_ranks(2, warnings_of_spikes, ds_config({"grad_norm_skip_threshold": 1e-6}), 9)
+    assert second == [] and [text.rsplit(" ", 1)[1] for text in first] == ["1)", "2)", "4)", "8)"]
+    assert all("grad_norm_skip_threshold 1e-06" in text for text in first)
+
+
+def ranges_of_a_step() -> list[str]:
+    engine = start_groups(SHAPES, ds_config())
+    engine.backward(engine(exact_gradients(SHAPES, 0, engine.device)))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        engine.step()
+    found = [event for event in profile.events() if event.name.startswith("ds_muon::")]
+    return [event.name.removeprefix("ds_muon::") for event in sorted(found, key=lambda event: event.time_range.start)]
+
+
+def test_the_phases_of_a_step_are_ranges_of_torchs_profiler() -> None:
+    for ranges in run_ranks(2, ranges_of_a_step):
+        inside = {"exchange", "newton_schulz"}
+        assert [name for name in ranges if name not in inside] == [
+            *("take_gradients", "measure", "stage", "decide", "commit")
+        ]
+        assert inside <= set(ranges[ranges.index("stage") : ranges.index("decide")])

@@ -1,0 +1,103 @@
+"""What all tests of the Triton backend share: its tiles, or small ones for Triton's interpreter, and matrices.
+
+On a GPU the shipped tiles run; elsewhere the interpreter runs small ones.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.support.interpreter import may_interpret
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("needs Triton", allow_module_level=True)
+GPU = torch.cuda.is_available()
+if not GPU and not may_interpret():
+    # Not a skip: it would hide that the whole backend goes untested.
+    pytest.fail("Triton was imported before this module could set TRITON_INTERPRET=1; set it for the whole run")
+with pytest.MonkeyPatch.context() as environment:
+    if not GPU:
+        # Read when kernels are defined.
+        environment.setenv("TRITON_INTERPRET", "1")
+    from ds_muon.orthogonalize import triton_backend
+    from ds_muon.orthogonalize.triton_backend import (
+        POINTERS,
+        POINTERS_FP32,
+        QUARTERS,
+        SMALL,
+        WIDE,
+        Tile,
+    )
+
+DEVICE = torch.device("cuda" if GPU else "cpu")
+HOPPER = GPU and torch.cuda.get_device_capability()[0] == 9
+# The interpreter's bf16 products are wrong (Triton 3.6): there bf16 needs a GPU.
+DTYPES = [torch.float32, torch.float16, torch.bfloat16] if GPU else [torch.float32, torch.float16]
+if GPU:
+    TILES = {"pointers": POINTERS, "pointers_fp32": POINTERS_FP32}
+    TILES |= {"small": SMALL, "wide": WIDE, "quarters": QUARTERS} if HOPPER else {}
+else:
+    TILES = {
+        "pointers": Tile(32, 32, 32, warps=4, stages=3),
+        "pointers_fp32": Tile(32, 32, 32, warps=4, stages=3),
+        "small": Tile(32, 32, 32, warps=4, stages=3, programs_per_sm=2, pieces=4),
+        "wide": Tile(32, 64, 32, warps=4, stages=3, programs_per_sm=1, flatten=True),
+        "quarters": Tile(32, 32, 32, warps=4, stages=3, programs_per_sm=2, pieces=4, quarters=True),
+    }
+# Each dtype in the tiles that it is given: blocks of fp32 overflow the shared memory for which the others are cut.
+CASES = [
+    pytest.param(tile, dtype, id=f"{name}-{str(dtype).removeprefix('torch.')}")
+    for (name, tile), dtype in itertools.product(TILES.items(), DTYPES)
+    if (dtype == torch.float32) == (name == "pointers_fp32")
+]
+# What does not hang on the dtype is tried in one of them: the interpreter is slow.
+ONE_DTYPE = CASES if GPU else [case for case in CASES if case.values[1] == torch.float16]
+needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
+needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter wants its variable at the first launch too, and a tensor where a GPU takes an address."""
+    if GPU:
+        return
+    from triton.runtime import interpreter
+
+    def describe(x: Tensor, rows: int, cols: int) -> object:
+        return triton_backend.TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, cols])
+
+    def patch_tensor(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        # Triton 3.6 makes an integer of an array of one element, which numpy 2.4 no longer does.
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    patch = interpreter._patch_lang_tensor
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(triton_backend, "describe", describe)
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor)
+
+
+def gaussian(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+def unit(batch: int, m: int, n: int, dtype: torch.dtype, tall: bool, seed: int = 0) -> Tensor:
+    """(batch, m, n) of Frobenius norm 1 each; ``tall``: the transpose of what lies in memory."""
+    x = gaussian(batch, n, m, seed=seed).mT if tall else gaussian(batch, m, n, seed=seed)
+    return (x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float64)).to(dtype)
+
+
+def by_torch(
+    a: Tensor, b: Tensor, c: Tensor | None, out: Tensor, scalars: tuple[float, float, float], _: bool, tile: Tile
+) -> None:
+    product = a.float() @ b.float()
+    if c is not None:
+        alpha, beta, identity = scalars
+        product = alpha * product + beta * c.float() + identity * torch.eye(out.shape[1], device=DEVICE)
+    out.copy_(product)
