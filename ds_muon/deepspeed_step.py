@@ -9,7 +9,7 @@ from __future__ import annotations
 
 _OFFLOAD = "of optimizer offload, which is refused"
 _THEIR_MUON = "of DeepSpeed's own Muon, which never runs here"
-_THEIRS = "DeepSpeed's own, through super()"
+_THEIRS = "DeepSpeed's own"
 _ELASTIC = "of elastic checkpoints, which are refused"
 
 STEP: dict[str, tuple[str, str]] = {
@@ -55,20 +55,20 @@ STEP: dict[str, tuple[str, str]] = {
 
 LOAD: dict[str, tuple[str, str]] = {
     "_wait_for_offload_copies": ("", _OFFLOAD),
-    "_load_universal_checkpoint": ("zero.MuonZeroOptimizer.load_state_dict", "refused"),
-    "_load_legacy_checkpoint": ("zero.MuonZeroOptimizer.load_state_dict", _THEIRS),
-    "_load_global_state": ("zero.MuonZeroOptimizer.load_state_dict", _THEIRS),
-    "loss_scaler": ("zero.MuonZeroOptimizer.load_state_dict", _THEIRS),
-    "dynamic_loss_scale": ("zero.MuonZeroOptimizer.load_state_dict", _THEIRS),
-    "overflow": ("zero.MuonZeroOptimizer.load_state_dict", _THEIRS),
-    "clip_grad": ("zero.MuonZeroOptimizer.load_state_dict", _THEIRS),
-    "_convert_unpadded_rigid_optimizer_state": ("checkpoint.check_before_loading", "another layout is refused"),
+    "_load_universal_checkpoint": ("", "of universal checkpoints, which are refused"),
+    "_load_legacy_checkpoint": ("zero.MuonZeroOptimizer.load_found", "of any number of ranks, by parameter"),
+    "_load_global_state": ("zero.MuonZeroOptimizer.load_found", _THEIRS),
+    "loss_scaler": ("zero.MuonZeroOptimizer.load_found", _THEIRS),
+    "dynamic_loss_scale": ("zero.MuonZeroOptimizer.load_found", _THEIRS),
+    "overflow": ("zero.MuonZeroOptimizer.load_found", _THEIRS),
+    "clip_grad": ("zero.MuonZeroOptimizer.load_found", _THEIRS),
+    "_convert_unpadded_rigid_optimizer_state": ("reshard.pieces", "of any layout"),
     "_restore_elastic_base_optimizer_state": ("", _ELASTIC),
     "_restore_base_optimizer_state": ("", _ELASTIC),
-    "_restore_from_unpadded_local_fp32_weights": ("checkpoint.check_before_loading", "another layout is refused"),
-    "_restore_from_unpadded_fp32_weights": ("checkpoint.check_before_loading", "another layout is refused"),
+    "_restore_from_unpadded_local_fp32_weights": ("reshard.pieces", "of any layout"),
+    "_restore_from_unpadded_fp32_weights": ("reshard.pieces", "of any layout"),
     "_restore_from_elastic_fp32_weights": ("", _ELASTIC),
-    "_get_padded_tensor": ("zero.MuonZeroOptimizer.load_state_dict", _THEIRS),
+    "_get_padded_tensor": ("reshard.pieces", "gaps are left as they are, zero"),
     "_restore_from_bit16_weights": ("zero.MuonZeroOptimizer._restore_from_bit16_weights", "of what the model holds"),
     "_link_all_hp_params": ("zero.MuonZeroOptimizer._link_optimizer_state", "and links the optimizer's state again"),
 }

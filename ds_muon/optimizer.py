@@ -21,6 +21,12 @@ LARGEST_IN_LIST = 2**30
 """Elements of a tensor in one of torch's operations on lists, its fused AdamW among them: before torch 2.8 those count
 in 32 bits, and go wrong without a word."""
 
+CUT_STATE = frozenset({"momentum_buffer", "exp_avg", "exp_avg_sq"})
+"""State with a number for each element of the flat partition; the other is the same on every rank."""
+
+ORIGIN = ("name", "user_group")
+"""What says of a param group where it comes from: this run's, not that of a checkpoint."""
+
 
 class DSMuon(Optimizer):
     """Muon for matrices, AdamW for the rest, on ZeRO's flat partitions.
@@ -184,8 +190,7 @@ class DSMuon(Optimizer):
         if difference := self.state_difference(state_dict):
             raise ValueError(f"the state is not that of this optimizer: {difference}")
         linked = {p: dict(self.state[p]) for group in self.param_groups for p in group["params"]}
-        # Where the groups come from is this run's, not that of the checkpoint.
-        origins = [{key: group[key] for key in ("name", "user_group")} for group in self.param_groups]
+        origins = [{key: group[key] for key in ORIGIN} for group in self.param_groups]
         super().load_state_dict(state_dict)
         for group, origin in zip(self.param_groups, origins, strict=True):
             group.update(origin)
@@ -193,6 +198,13 @@ class DSMuon(Optimizer):
             for key, tensor in tensors.items():
                 tensor.copy_(self.state[p][key])
             self.state[p] = tensors
+        # The checkpoint may be of another device, or of a torch whose AdamW reads other keys.
+        self._set_implementation()
+
+    def load_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Take over rates and settings, one saved param group for each group."""
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            group.update({key: value for key, value in saved.items() if key not in ("params", *ORIGIN)})
         # The checkpoint may be of another device, or of a torch whose AdamW reads other keys.
         self._set_implementation()
 
@@ -215,20 +227,31 @@ def _differences(saved: _Saved, ours: _Saved) -> Iterator[str]:
     if len(saved) != len(ours):
         yield f"it has {len(saved)} param groups, this optimizer has {len(ours)}"
     for (saved_group, theirs), (group, mine) in zip(saved, ours, strict=False):
-        if group["use_muon"] and ("row_variance" in theirs) != ("row_variance" in mine):
-            names = ['"normuon"' if "row_variance" in state else '"muon"' for state in (theirs, mine)]
-            yield f"its variant is {names[0]}, this optimizer's {names[1]}; set optimizer.params.variant to {names[0]}"
-        if theirs.keys() != mine.keys():
-            yield f"its state has {sorted(theirs)}, this optimizer's has {sorted(mine)}"
+        yield from state_differences(saved_group, theirs, group, mine)
         for key in theirs.keys() & mine.keys():
             shapes = [tuple(getattr(state[key], "shape", ())) for state in (theirs, mine)]
             if shapes[0] != shapes[1]:
                 yield f"its {key} has the shape {shapes[0]}, this optimizer's {shapes[1]}"
-        for key in ("use_muon", "momentum", "nesterov"):
-            if key in group and key not in saved_group:
-                yield f"its param groups have no {key!r}"
-        if saved_group.get("use_muon") != group["use_muon"]:
-            yield "a group of matrices was AdamW's, or the other way round"
+
+
+def state_differences(
+    saved_group: Mapping[str, Any], theirs: Mapping[str, Any], group: Mapping[str, Any], mine: Mapping[str, Any]
+) -> Iterator[str]:
+    """Why the state of a saved group is none for the parameters of ``group``, wherever they are cut.
+
+    Args:
+        theirs, mine: the state that was saved, and this optimizer's, by key.
+    """
+    if group["use_muon"] and ("row_variance" in theirs) != ("row_variance" in mine):
+        names = ['"normuon"' if "row_variance" in state else '"muon"' for state in (theirs, mine)]
+        yield f"its variant is {names[0]}, this optimizer's {names[1]}; set optimizer.params.variant to {names[0]}"
+    if theirs.keys() != mine.keys():
+        yield f"its state has {sorted(theirs)}, this optimizer's has {sorted(mine)}"
+    for key in ("use_muon", "momentum", "nesterov"):
+        if key in group and key not in saved_group:
+            yield f"its param groups have no {key!r}"
+    if saved_group.get("use_muon") != group["use_muon"]:
+        yield "a group of matrices was AdamW's, or the other way round"
 
 
 def _in_pieces(

@@ -1,6 +1,6 @@
 """Binds DSMuon to DeepSpeed's engine: the only module that changes anything of DeepSpeed's or torch's.
 
-Nine methods of ``DeepSpeedEngine`` are wrapped, and the constructors of the schedulers that take one number for all
+Eleven methods of ``DeepSpeedEngine`` are wrapped, and the constructors of the schedulers that take one number for all
 param groups. Each wrapper does its part for an engine whose optimizer type is DSMuon, or for a scheduler of DSMuon, and
 for any other does what DeepSpeed or torch does. After ``torch.distributed.init_process_group`` a rank leaves word in
 the group's store that it has imported this package.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,7 @@ from torch import nn
 from torch.optim import lr_scheduler as torch_schedulers
 
 from ds_muon.agree import RollCall, agree, gather, leave_word, raise_together
-from ds_muon.checkpoint import check_before_loading
+from ds_muon.checkpoint import Save, check_before_loading
 from ds_muon.config import OPTIMIZER_TYPE, DSMuonConfig, DSMuonConfigError
 from ds_muon.learning_rates import DEEPSPEED_SCHEDULES, TORCH_SCHEDULES, far_off
 from ds_muon.optimizer import DSMuon
@@ -52,7 +53,11 @@ _ENGINE_METHODS = (
     "_scheduler_from_config",
     "_configure_lr_scheduler",
     "_load_checkpoint",
+    "_load_zero_checkpoint",
     "load_module_state_dict",
+    "_save_zero_checkpoint",
+    "zero_load_from_fp32_weights",
+    "_get_ckpt_name",
     "_get_rank_zero_ckpt_name",
 )
 _ZERO_METHODS = (
@@ -69,6 +74,8 @@ _ZERO_METHODS = (
     "update_lp_params",
     "state_dict",
     "load_state_dict",
+    "_load_global_state",
+    "_link_all_hp_params",
     "_restore_from_bit16_weights",
     "reload_states",
     "_lazy_init_hp_params_optimizer_state",
@@ -119,6 +126,8 @@ _MODULE_NAMES = (
             "OPTIMIZER_ALLGATHER_TIMER",
             "BASE_OPTIMIZER_STATE",
             "PARTITION_COUNT",
+            "SINGLE_PARTITION_OF_FP32_GROUPS",
+            "CLIP_GRAD",
         ),
     ),
 )
@@ -152,7 +161,9 @@ def register() -> None:
         _scheduler_from_config,
         _configure_lr_scheduler,
         _load_checkpoint,
+        _load_zero_checkpoint,
         load_module_state_dict,
+        _save_zero_checkpoint,
     ):
         _wrap(engine, wrapper.__name__, wrapper)
     for module, schedules in _SCHEDULES:
@@ -332,8 +343,23 @@ def _load_checkpoint(original: Callable[..., Any], engine: Any, load_dir: str, t
     """Refuse a checkpoint that does not fit while the engine is as it was."""
     with_optimizer = options.get("load_optimizer_states", True) and not options.get("load_module_only", False)
     if with_optimizer and isinstance(engine.optimizer, MuonZeroOptimizer):
-        check_before_loading(engine, load_dir, tag)
-    return original(load_dir, tag, **options)
+        with_scheduler = options.get("load_lr_scheduler_states", True)
+        engine._ds_muon_found = check_before_loading(engine, load_dir, tag, with_scheduler=with_scheduler)
+    try:
+        return original(load_dir, tag, **options)
+    except BaseException:
+        engine._ds_muon_found = None
+        raise
+
+
+def _load_zero_checkpoint(original: Callable[..., bool], engine: Any, *args: Any, **kwargs: Any) -> bool:
+    """Load what ``_load_checkpoint`` has found: DeepSpeed's reads this rank's shard alone, and refuses other sizes."""
+    if not isinstance(engine.optimizer, MuonZeroOptimizer):
+        return original(*args, **kwargs)
+    # Files that are mapped into memory must not be held: the next save may overwrite them.
+    found, engine._ds_muon_found = engine._ds_muon_found, None
+    engine.optimizer.load_found(found, from_fp32_weights=engine.zero_load_from_fp32_weights())
+    return True
 
 
 def load_module_state_dict(
@@ -347,6 +373,19 @@ def load_module_state_dict(
     if frozen is not None and isinstance(engine.optimizer, MuonZeroOptimizer):
         checkpoint = {**checkpoint, FROZEN_PARAM_FRAGMENTS: {**checkpoint["module"], **frozen}}
     original(checkpoint, *args, **kwargs)
+
+
+def _save_zero_checkpoint(original: Callable[..., None], engine: Any, save_path: str, tag: str) -> None:
+    """Let every shard say which save it is of."""
+    optimizer = engine.optimizer
+    if not isinstance(optimizer, MuonZeroOptimizer):
+        return original(save_path, tag)
+    number = gather(uuid.uuid4().hex, optimizer.dp_process_group)[0]
+    optimizer.save = Save(number, str(tag), engine.global_steps)
+    try:
+        original(save_path, tag)
+    finally:
+        optimizer.save = None
 
 
 # ---- preparation ----------------------------------------------------------------------------------------------------

@@ -26,12 +26,12 @@ from torch import Tensor
 
 from ds_muon.agree import gather, raise_together
 from ds_muon.capture import NanCapture
-from ds_muon.checkpoint import LAYOUT, layout
+from ds_muon.checkpoint import LAYOUT, SHARD, Found, Save, description, layout
 from ds_muon.dtypes import name_of
 from ds_muon.exchange import element_bytes
 from ds_muon.guard import FINITE, Findings, StepGuard, Verdict
 from ds_muon.muon_group import MuonGroup, in_turns
-from ds_muon.optimizer import LARGEST_IN_LIST, DSMuon
+from ds_muon.optimizer import CUT_STATE, LARGEST_IN_LIST, DSMuon
 from ds_muon.orthogonalize import release
 from ds_muon.passes import sum_of_squares
 from ds_muon.plan.partition import Plan, flat_layout, make_plan, out_and_in
@@ -52,6 +52,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         muon_groups: one per Muon param group.
         guard: counts the steps that were skipped.
         steps: how often ``step`` was called in this process, skipped steps included.
+        save: the save that is under way, which its shards name. Set by who saves.
     """
 
     def __init__(self, init_optimizer: DSMuon, param_names: dict[Tensor, str], *args: Any, **kwargs: Any) -> None:
@@ -82,6 +83,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         self._frozen = [(name, p) for p, name in param_names.items() if not p.requires_grad]
         self._lazy_init_hp_params_optimizer_state()
         self.training_check: TrainingCheck | None = None
+        self.save: Save | None = None
 
     # ---- construction -------------------------------------------------------------------------------------------
 
@@ -384,34 +386,48 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """DeepSpeed's, and where every parameter of each group begins in the flat buffers."""
+        """DeepSpeed's, where every parameter of each group begins in the flat buffers, and what else lies in it."""
         state: dict[str, Any] = super().state_dict()
-        state[LAYOUT] = layout(self)
-        return state
+        return {**state, LAYOUT: layout(self), SHARD: description(self, self.save)}
 
-    def load_state_dict(
-        self,
-        state_dict_list: list[dict[str, Any]],
-        load_optimizer_states: bool = True,
-        load_from_fp32_weights: bool = False,
-        checkpoint_folder: str | None = None,
-        load_serial: Any = None,
-        param_shapes: Any = None,
-    ) -> None:
-        """Load this rank's shard of a checkpoint that ``check_before_loading`` has let pass.
-
-        Raises:
-            NotImplementedError: a universal checkpoint.
-        """
-        if checkpoint_folder is not None:
-            raise NotImplementedError(
-                "checkpoint.load_universal = true: DSMuon cannot load universal checkpoints in this version; "
-                "load a regular checkpoint at the world size that saved it"
-            )
-        super().load_state_dict(
-            state_dict_list, load_optimizer_states, load_from_fp32_weights, None, load_serial, param_shapes
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: ``engine.load_checkpoint`` loads through ``load_found``."""
+        raise NotImplementedError(
+            "DSMuon's ZeRO optimizer loads no state dict; use engine.load_checkpoint, which reads from all shards what "
+            "this rank will hold"
         )
-        self._bind_model(keep=True)
+
+    @torch.no_grad()
+    def load_found(self, found: Found, *, from_fp32_weights: bool) -> None:
+        """Load what this rank holds of a checkpoint, whatever cut it: in place, from the model's weights on.
+
+        Args:
+            found: by ``check_before_loading``.
+            from_fp32_weights: whether to load the fp32 weights too; else they are made from what the model holds.
+        """
+        self._load_global_state(found.whole)
+        self.optimizer.load_groups(found.groups)
+        states = [self.optimizer.state[p] for group in self.optimizer.param_groups for p in group["params"]]
+        weights = self.single_partition_of_fp32_groups
+        for piece in found.pieces:
+            here = slice(piece.offset, piece.offset + piece.numel)
+            if from_fp32_weights:
+                weights[piece.group][here].copy_(found.weights(piece))
+            for key in states[piece.group].keys() & CUT_STATE:
+                states[piece.group][key][here].copy_(found.state(piece, key))
+        for state, source in zip(states, found.sources, strict=True):
+            if "step" in state:
+                state["step"].copy_(found.whole_state(source, "step"))
+        for i, group in enumerate(self.muon_groups):
+            variance = self.optimizer.row_variance(i)
+            if variance is not None and group.row_variance is not None:
+                for name, _ in self._shapes(i):
+                    group.row_variance.of(variance, name).copy_(found.row_variance(name))
+        if from_fp32_weights:
+            self._bind_model(keep=True)
+        else:
+            self._restore_from_bit16_weights()
+        self._link_all_hp_params()
         self._link_optimizer_state()
 
     def _restore_from_bit16_weights(self) -> None:
