@@ -57,6 +57,8 @@ def covering(axes: Sequence[Sequence[Any]], strength: int) -> list[tuple[Any, ..
     One after another: the case with most combinations that are new, then with most of one axis more, then of values
     that were used least. So it is always the same for the same axes.
     """
+    if strength == len(axes):
+        return list(itertools.product(*axes))
     cases = list(itertools.product(*(range(len(axis)) for axis in axes)))
     exact, wider = _shown(cases, strength), _shown(cases, min(strength + 1, len(axes)))
     missing, unseen, found = functools.reduce(operator.or_, exact), functools.reduce(operator.or_, wider), []
