@@ -23,9 +23,9 @@ class NonFiniteUpdate(RuntimeError):
 
 
 class SkippedSteps:
-    """Counts the steps skipped for one cause, and warns on rank 0.
+    """Counts the steps skipped for one cause.
 
-    To keep a log readable, it warns of the first, second, fourth, eighth, ... only. It logs the total when the
+    Rank 0 warns of the first, second, fourth, eighth, ... only, to keep a log readable. It logs the total when the
     optimizer is destroyed or the interpreter exits.
     """
 
@@ -71,8 +71,7 @@ class Verdict:
         squares: (groups,) fp64, sum of squares of each param group's gradient over all ranks.
         may_move: bool scalar: all gradients are finite, the norm of AdamW's is within the threshold, and no rank
             refuses the step. The size of Muon's does not matter.
-        moves: (matrices,) bool for each Muon group: a matrix moves if its gradient is not zero everywhere and
-            ``may_move``.
+        moves: (matrices,) bool for each Muon group: ``may_move``, and the matrix's gradient is not zero everywhere.
         known: the numbers that the host needs to know.
     """
 
@@ -90,8 +89,7 @@ class Findings:
         muon, adamw: sum of squares of each param group's gradient over all ranks.
         may_move: whether the gradients allow the step. If so, the momentum has moved.
         updates: ``FINITE``, ``NOT_FINITE`` or ``CAPTURED``; ``FINITE`` with ``nan_guard`` "off".
-        stop: whether a rank asks to stop because of a capture in the step before, which ``nan_guard`` "off" has
-            applied.
+        stop: whether a rank asks to stop because of a capture in the step before, which has been applied.
         refused: whether a rank refuses the step. If so, nothing has moved.
     """
 

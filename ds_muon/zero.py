@@ -48,8 +48,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
 
     Attributes:
         plan: who holds and who owns each Muon matrix. Muon's param groups are the first ones.
-        training_check: runs around each step and checks every ``verify_every``-th; ``registration`` sets it. None
-            without ``verify_every``.
+        training_check: checks every ``verify_every``-th step from around it. ``registration`` sets it; else None.
         muon_groups: one per Muon param group.
         guard: counts the skipped steps.
         steps: calls of ``step`` in this process, skipped steps included.
@@ -142,8 +141,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
     # ---- gradients, as DeepSpeed's reduction leaves them --------------------------------------------------------
 
     def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
-        """DeepSpeed's own, refused without a backward pass. At ZeRO-1, ``engine.step`` calls it where the script
-        accumulates gradients itself."""
+        """DeepSpeed's own, refused without gradients. At ZeRO-1 ``engine.step`` calls it if the script accumulates."""
         self._refuse_without_backward()
         super().reduce_gradients(pipeline_parallel=pipeline_parallel)
 
@@ -211,8 +209,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         holds the learning rate schedule.
 
         Raises:
-            DSMuonRefusal: there is nothing to step on, or the script has done something that forbids it. Nothing has
-                moved.
+            DSMuonRefusal: there are no gradients, or the script has done what forbids a step. Nothing has moved.
             NonFiniteUpdate: on every rank. An update is not finite, and ``nan_guard`` is "raise" or a rank has captured
                 the input. With ``nan_guard`` "off", a capture raises in the next step.
         """
@@ -285,10 +282,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
 
     @profiled("stage")
     def stage(self, gradients: Sequence[Tensor], verdict: Verdict) -> None:
-        """Move the momentum and turn every Muon gradient, in place, into the update ``s O``. A collective.
-
-        AdamW's gradients stay as they are: ``DSMuon.step`` takes them so.
-        """
+        """Move the momentum and turn Muon's gradients, in place, into updates ``s O``; AdamW's stay. A collective."""
         # Nothing is captured in a step that the gradients forbid.
         self._capture.start_step(self.steps, verdict.may_move)
         in_turns([self._updates(i, gradients[i], verdict.moves[i]) for i in range(len(self.muon_groups))])
@@ -300,10 +294,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
 
     @profiled("decide")
     def decide(self, gradients: Sequence[Tensor], verdict: Verdict) -> Findings:
-        """Decide with all ranks whether to apply what is staged. The only time in a step that the host waits.
-
-        A collective if ``nan_guard`` is on.
-        """
+        """Decide with all ranks whether to commit; the host waits. A collective if ``nan_guard`` is on."""
         return self.guard.decide(verdict, gradients[: len(self.muon_groups)])
 
     @profiled("commit")

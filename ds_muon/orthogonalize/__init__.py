@@ -1,7 +1,4 @@
-"""Newton-Schulz of matrices: ``orthogonalize``, and ``orthogonalize_batch`` under it, over the backends of this folder.
-
-In this folder a *step* is one of the ``ns_steps`` of the iteration.
-"""
+"""Newton-Schulz of matrices, over the backends in this folder. A *step* here is one of ``ns_steps``."""
 
 from __future__ import annotations
 
@@ -115,7 +112,7 @@ def orthogonalize(matrices: Sequence[Tensor], settings: NewtonSchulz) -> list[Te
 
     Returns:
         One (rows, cols) tensor of dtype ``settings.dtype`` for each input, in order. Together they keep as much memory
-        alive as a copy of the inputs in that dtype. A zero matrix gives exact zeros.
+        alive as a copy of the inputs. A zero matrix gives exact zeros.
 
     A result does not depend on the other matrices of its batch. The Triton backend sums in the same order in any batch.
     The torch backend runs every matrix alone on CPU and in fp32. In half precision on GPUs it relies on the vendor's

@@ -32,9 +32,8 @@ def advance_momentum_(
             arithmetic is in fp32 either way.
         momentum: weight of the past, in [0, 1).
         nesterov: look ahead by one step.
-        where: bool scalar on the same device, or one flag for each segment of flat tensors. False leaves the momentum
-            as it is and makes U exactly zero, whatever the gradient holds. The host need not know the flags. None
-            stands for true.
+        where: bool scalar on the same device, or one flag for each segment of flat tensors; None stands for true. False
+            leaves the momentum as it is and makes U exactly zero, whatever the gradient holds. The host does not wait.
     """
     pieces = (torch.split(tensor.view(-1), _CHUNK) for tensor in (gradient, momentum_buffer))
     for index, (g, m) in enumerate(zip(*pieces, strict=True)):
@@ -64,8 +63,7 @@ def store_updates(
 
     Args:
         outputs: (batch, rows, cols), any strides, half precision or fp32; not modified.
-        targets: (rows, cols) fp32 for each matrix of the batch, contiguous; overwritten. They share no memory with
-            ``outputs`` or each other.
+        targets: (rows, cols) fp32 for each matrix, contiguous; overwritten. They share no memory with anything else.
         scale: of the whole batch.
         factors: fp32, of rows (batch, rows, 1) or of columns (batch, 1, cols); None stands for ones.
     """
