@@ -72,13 +72,13 @@ class Verdict:
         may_move: bool scalar: all gradients are finite, the norm of AdamW's is within the threshold, and no rank
             refuses the step. The size of Muon's does not matter.
         moves: (matrices,) bool for each Muon group: ``may_move``, and the matrix's gradient is not zero everywhere.
-        known: the numbers that the host needs to know.
+        for_host: the numbers that the host needs to know.
     """
 
     squares: Tensor
     may_move: Tensor
     moves: tuple[Tensor, ...]
-    known: OnTheirWay
+    for_host: HostCopy
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Findings:
         return self.may_move and self.updates == FINITE and not self.stop
 
 
-class OnTheirWay:
+class HostCopy:
     """Numbers on their way from the device to the host.
 
     Args:
@@ -198,9 +198,9 @@ class StepGuard:
         if self._threshold is not None:
             may_move &= squares[len(muon) :].sum().sqrt() <= self._threshold
         # With the guard on, these numbers reach the host together with its byte.
-        known = OnTheirWay(torch.cat([totals, may_move.double().view(1)]), early=self._nan_guard == "off")
+        for_host = HostCopy(torch.cat([totals, may_move.double().view(1)]), early=self._nan_guard == "off")
         moves = tuple(of_group.ne(0) & may_move for of_group in by_group[: len(muon)])
-        return Verdict(squares, may_move, moves, known)
+        return Verdict(squares, may_move, moves, for_host)
 
     def decide(self, verdict: Verdict, updates: Sequence[Tensor]) -> Findings:
         """Whether to apply what is staged, the same on every rank. The only time in a step that the host waits.
@@ -214,10 +214,10 @@ class StepGuard:
         """
         found = float(FINITE)
         if self._nan_guard == "off":
-            *squares, stop, refused, may = verdict.known.wait()
+            *squares, stop, refused, may = verdict.for_host.wait()
         else:
             byte = agree_on_updates(updates, self._capture.stops_training, self._process_group)
-            *squares, stop, refused, may, found = torch.cat([verdict.known.numbers, byte.double()]).tolist()
+            *squares, stop, refused, may, found = torch.cat([verdict.for_host.numbers, byte.double()]).tolist()
         of_muon = len(verdict.moves)
         return Findings(squares[:of_muon], squares[of_muon:], bool(may), int(found), bool(stop), bool(refused))
 

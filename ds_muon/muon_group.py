@@ -137,10 +137,10 @@ class MuonGroup:
             torch._foreach_mul_([piece for piece, _ in scaled], [scale for _, scale in scaled])
 
     def _batches(self, inputs: _Batch, whole: int) -> tuple[_Indices, _Indices, _Indices]:
-        """See ``in_order``. Kept, because it is the same in every step and takes time on the host."""
+        """See ``order_batches``. Kept, because it is the same in every step and takes time on the host."""
         if self._order is None:
             layouts = [matrix.layout for matrix, _ in inputs]
-            self._order = in_order([u for _, u in inputs], whole, self._settings, layouts)
+            self._order = order_batches([u for _, u in inputs], whole, self._settings, layouts)
         return self._order
 
     def _update_and_return(self, together: Sequence[_Batch], partition: Tensor, variance: Tensor | None) -> Transfer:
@@ -200,7 +200,7 @@ class MuonGroup:
         return self.row_variance.factors(variance, [matrix.name for matrix, _ in batch], outputs, batch[0][0].layout)
 
 
-def in_order(
+def order_batches(
     matrices: Sequence[Tensor], whole: int, settings: NewtonSchulz, layouts: Sequence[Layout] = ()
 ) -> tuple[_Indices, _Indices, _Indices]:
     """The batches that a rank runs, as indices: before the gathered matrices arrive, with them, and after.
