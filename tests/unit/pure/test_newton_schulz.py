@@ -23,6 +23,7 @@ from ds_muon.orthogonalize import (
 )
 from ds_muon.orthogonalize.torch_backend import TorchOperations, exact_products
 from tests.unit.support.batches import cut_into
+from tests.unit.support.cases import full, pairwise
 from tests.unit.support.spectra import (
     HALF_BOUNDS,
     distance,
@@ -70,9 +71,7 @@ def assert_accurate(matrix: Tensor, ns_dtype: str, ns_method: str, **settings: A
 # ---- accuracy -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("table", COEFFICIENTS)
+@pairwise(table=[*COEFFICIENTS], dtype=DTYPES, method=METHODS)
 def test_five_steps_match_the_reference(table: str, method: str, dtype: str) -> None:
     for rows, cols in SHAPES + ASPECTS:
         assert_accurate(gaussian(rows, cols), dtype, method, ns_coefficients=table)
@@ -117,12 +116,11 @@ def test_tiny_matrices_match_the_reference(table: str, method: str) -> None:
             assert error <= 2e-5 + 4 * rounding, (rows, cols, error, rounding)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("table", "condition"), HALF_BOUNDS, ids=str)
+@pairwise(case=[*HALF_BOUNDS], dtype=["float16", "bfloat16"], method=METHODS)
 def test_restarts_hold_the_error_of_every_table_under_its_bound(
-    table: str, condition: float, method: str, dtype: str
+    case: tuple[str, float], dtype: str, method: str
 ) -> None:
+    table, condition = case
     # An iteration that goes on for too long between restarts is off by ten times and more here.
     bound = half_bound(table, condition, getattr(torch, dtype))
     for rows, cols in [(128, 128), (128, 512), (512, 128), (96, 200)]:
@@ -130,9 +128,7 @@ def test_restarts_hold_the_error_of_every_table_under_its_bound(
         assert error <= bound, (rows, cols, error)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("table", COEFFICIENTS)
+@pairwise(table=[*COEFFICIENTS], dtype=["float16", "bfloat16"], method=METHODS)
 def test_rank_deficient_matrices_stay_within_the_same_bounds_in_half_precision(
     table: str, method: str, dtype: str
 ) -> None:
@@ -154,7 +150,7 @@ def test_the_default_in_fp16_is_within_its_tolerance_from_sides_of_96_on(rows: i
         assert error <= 0.01, (condition, error)
 
 
-@pytest.mark.parametrize(("rows", "cols"), [(512, 512), (512, 1024)])
+@pytest.mark.parametrize(("rows", "cols"), [(512, 512), full(512, 1024)])
 def test_the_default_in_bf16_is_within_its_tolerance_from_sides_of_512_on(rows: int, cols: int) -> None:
     error, _ = errors(log_uniform(rows, cols, 1e4), "bfloat16", "gram")
     assert error <= 0.06, error
@@ -582,9 +578,7 @@ class Counting(TorchOperations):
         return super().step(r, triple, x, out)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("table", [*COEFFICIENTS, "a list"])
+@pairwise(table=[*COEFFICIENTS, "a list"], dtype=DTYPES, method=METHODS)
 def test_the_cost_is_the_operations_that_are_done(table: Any, method: str, dtype: str) -> None:
     if table == "a list":
         table = [(3.4, -4.7, 2.0), (1.5, -0.5, 0.0)]

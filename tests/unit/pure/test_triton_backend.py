@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_muon.orthogonalize import NewtonSchulz, backends, schedule, torch_backend
+from tests.unit.support.cases import some
 from tests.unit.support.triton_tiles import (
     CASES,
     DEVICE,
@@ -106,17 +107,21 @@ SHAPES += [(2, 1, 17), (3, 13, 31), (1, 61, 67)]
 SHAPES += [(1, 16, 1024), (33, 5, 7), (33, 257, 300), (3, 1000, 1003)] if GPU else [(1, 16, 200), (5, 5, 7)]
 
 
-@pytest.mark.parametrize(
-    ("tile", "dtype", "tall"),
-    [
-        pytest.param(*case.values, tall, id=f"{case.id}-{'tall' if tall else 'wide'}")
-        for cases, tall in ((CASES, False), (ONE_DTYPE, True))
-        for case in cases
-    ],
+WAYS = {
+    f"{case.id}-{'tall' if tall else 'wide'}": (*case.values, tall)
+    for cases, tall in ((CASES, False), (ONE_DTYPE, True))
+    for case in cases
+}
+
+
+# Each way at a ragged matrix of several blocks, and the shapes in turns.
+@some(
+    [*dict.fromkeys([*((way, (1, 61, 67)) for way in WAYS), *zip(itertools.cycle(WAYS), SHAPES, strict=False)])],
+    way=[*WAYS],
+    shape=SHAPES,
 )
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_operations_match_fp64(shape: tuple[int, int, int], tile: Tile, dtype: torch.dtype, tall: bool) -> None:
-    batch, m, n = shape
+def test_operations_match_fp64(way: str, shape: tuple[int, int, int]) -> None:
+    (tile, dtype, tall), (batch, m, n) = WAYS[way], shape
     x = unit(batch, m, n, dtype, tall)
     r = matmul(x, x.mT, symmetric=True, tile=tile)
     assert_rounded(r, x, x.mT)
