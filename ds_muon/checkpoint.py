@@ -1,7 +1,7 @@
-"""What a checkpoint must have in common with the engine that loads it, looked at before anything is loaded.
+"""Whether a checkpoint fits the engine, checked before anything is loaded.
 
-DeepSpeed's engine loads weights, scheduler and counters first, and ZeRO's part last: an error there would leave the
-checkpoint's weights beside another optimizer state, on a rank that may be the only one to stop.
+DeepSpeed's engine loads weights, scheduler and counters first, and the state of ZeRO last. An error at the end would
+leave the checkpoint's weights beside another optimizer state, and might stop one rank only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ds_muon.agree import raise_together
 from ds_muon.param_groups import NO_DECAY
 
 LAYOUT = "ds_muon_layout"
-"""Of a checkpoint's shard: the ``layout`` that it was saved with."""
+"""Key in a checkpoint's shard: the ``layout`` that it was saved with."""
 
 Offsets = list[list[tuple[str, int]]]
 
@@ -40,13 +40,13 @@ def layout(zero: Any) -> Offsets:
 
 
 def check_before_loading(engine: Any, load_dir: str, tag: str) -> None:
-    """Refuse, on every rank, a checkpoint whose optimizer state the engine cannot take; modifies nothing.
+    """Refuse, on every rank, a checkpoint whose optimizer state the engine cannot load. Modifies nothing.
 
-    A collective. Reads the rank's shard, but not its tensors.
+    A collective. Reads the rank's shard without its tensors.
 
     Raises:
-        ValueError: it is another optimizer's, or has other parameters, param groups, ranks or a shard too few; the
-            message names the first of them and says what to do.
+        ValueError: it is another optimizer's, has other parameters, param groups or ranks, or lacks a shard. The
+            message names the first difference and says what to do.
         FileNotFoundError: there is no such checkpoint.
     """
     error: Exception | None = None
@@ -99,7 +99,7 @@ def _difference(engine: Any, load_dir: str, tag: str) -> str | None:
 
 
 def _read(engine: Any, path: Path) -> dict[str, Any]:
-    """What a file of a checkpoint holds; tensors are read when they are used, where the format allows it."""
+    """The contents of a checkpoint's file. If the format allows it, tensors are read only when they are used."""
     try:
         try:
             contents: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
@@ -111,7 +111,7 @@ def _read(engine: Any, path: Path) -> dict[str, Any]:
 
 
 def _optimizer_of(saved: Mapping[str, Any]) -> str:
-    """Which one it was, by the config that DeepSpeed saves, else by its state."""
+    """The optimizer that saved a checkpoint, by the config that DeepSpeed saves, else by its state."""
     config = saved.get("ds_config")
     section = config.get("optimizer") if isinstance(config, Mapping) else None
     if isinstance(section, Mapping) and "type" in section:
@@ -133,11 +133,11 @@ def _is_kept_from_decay(group: Mapping[str, Any]) -> bool:
 
 
 def _other_parameters(saved: Offsets, ours: Offsets, model: set[str]) -> str | None:
-    """Parameters that are trained in one of the two only.
+    """The parameters that only one of the two runs trains; None if there are none.
 
     Args:
         saved, ours: layouts.
-        model: names of all parameters that the engine's model has.
+        model: names of all parameters of the engine's model.
     """
     then = [name for group in saved for name, _ in group]
     now = [name for group in ours for name, _ in group]
@@ -166,7 +166,7 @@ def _some(names: Sequence[str]) -> str:
 def _other_groups(
     saved: Offsets, ours: Offsets, groups: Sequence[Mapping[str, Any]], our_groups: Sequence[Mapping[str, Any]]
 ) -> str | None:
-    """Parameters of another half, that decay in one of the two only, or of another place among the param groups."""
+    """A parameter in another half, with weight decay in one run only, or in another param group; None if none is."""
     place = {name: j for j, group in enumerate(ours) for name, _ in group}
     moved = [(name, i, place[name]) for i, group in enumerate(saved) for name, _ in group]
     for name, i, j in moved:
@@ -192,7 +192,7 @@ def _other_groups(
 
 
 def _other_places(saved: Offsets, ours: Offsets) -> str | None:
-    """How flat buffers of the same parameters were laid out otherwise."""
+    """How the flat buffers of the same parameters differ in layout; None if they do not."""
     for theirs, mine in zip(saved, ours, strict=True):
         for (name, offset), (our_name, our_offset) in zip(theirs, mine, strict=True):
             if name != our_name:

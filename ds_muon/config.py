@@ -20,6 +20,9 @@ from ds_muon.orthogonalize.coefficients import LARGEST
 from ds_muon.orthogonalize.defaults import NS_BACKEND, NS_COEFFICIENTS, NS_DTYPE, NS_EPS, NS_METHOD, NS_STEPS
 from ds_muon.say import printable
 
+OPTIMIZER_TYPE = "DSMuon"
+"""``optimizer.type``; DeepSpeed reads it in lower case."""
+
 # bf16 has 8 significant bits: where (1 - momentum) times an element is less than half of its last one, the buffer no
 # longer forgets. That is so from 1 - 2**-8 = 0.9961 on; what rounding adds below is small up to here, by measurement.
 LARGEST_BF16_MOMENTUM = 0.995

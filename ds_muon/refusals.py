@@ -14,24 +14,15 @@ SUPPORTED_DEEPSPEED = "0.19.8"
 
 
 # Sections and keys at the top of a config that change nothing of the training, so that each rank may have its own.
-MAY_DIFFER = {
-    # what only rank 0 writes
-    "tensorboard": "where a monitor writes",
-    "wandb": "where a monitor writes",
-    "comet": "where a monitor writes",
-    "csv_monitor": "where a monitor writes",
-    # what a rank measures of itself, and prints
-    "comms_logger": "a log of the rank's own communication",
-    "flops_profiler": "a profile of the rank's own model",
-    "wall_clock_breakdown": "timers of the rank's own",
-    "memory_breakdown": "a log of the rank's own memory",
-    "steps_per_print": "how often progress is printed",
-    "dump_state": "whether the config is printed",
-    "log_level": "what is printed",
-    # what belongs to the machine
-    "aio": "how a machine reads and writes its disks",
-    "local_rank": "the rank's place on its machine",
-}
+MAY_DIFFER = frozenset(
+    (
+        *("tensorboard", "wandb", "comet", "csv_monitor"),  # only rank 0 writes
+        # What a rank measures of itself, and prints.
+        *("comms_logger", "flops_profiler", "wall_clock_breakdown", "memory_breakdown"),
+        *("steps_per_print", "dump_state", "log_level"),
+        *("aio", "local_rank"),  # of the machine
+    )
+)
 # At any depth: where a machine keeps a file, and how it is reached.
 _OF_THE_MACHINE = re.compile(r"(.*_)?(paths?|dirs?|folders?|files?|ports?|hosts?|hostname|hostfile|addr|address|url)")
 

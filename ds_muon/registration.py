@@ -28,7 +28,7 @@ from torch.optim import lr_scheduler as torch_schedulers
 
 from ds_muon.agree import RollCall, agree, gather, leave_word, raise_together
 from ds_muon.checkpoint import check_before_loading
-from ds_muon.config import DSMuonConfig, DSMuonConfigError
+from ds_muon.config import OPTIMIZER_TYPE, DSMuonConfig, DSMuonConfigError
 from ds_muon.learning_rates import DEEPSPEED_SCHEDULES, TORCH_SCHEDULES, far_off
 from ds_muon.optimizer import DSMuon
 from ds_muon.param_groups import split_param_groups
@@ -37,8 +37,6 @@ from ds_muon.routing import Routing, RoutingError, check_matches, route
 from ds_muon.say import log, say
 from ds_muon.schedulers import build, cycle_momentum, dsmuon_in, highest_rates
 from ds_muon.zero import MuonZeroOptimizer
-
-OPTIMIZER_TYPE = "DSMuon"
 
 _REFUSED = "DSMuon refuses this setup:"
 _roll_call = RollCall()

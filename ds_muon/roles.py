@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
+from ds_muon.plan.partition import out_and_in
+
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 _ATTENTION_AND_RECURRENT = (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
@@ -304,8 +306,8 @@ def _is_vocabulary(place: Place) -> bool:
 
 def _sides(owner: nn.Module, matrix: nn.Parameter) -> tuple[int, int]:
     """Features that go out and that come in."""
-    first, second = matrix.shape
-    return (second, first) if is_conv1d(owner) else (first, second)
+    rows, cols = matrix.shape
+    return out_and_in(rows, cols, "in_out" if is_conv1d(owner) else "out_in")
 
 
 def _last_layers(

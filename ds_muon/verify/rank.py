@@ -19,10 +19,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.utils import logger
 
-from ds_muon.config import DSMuonConfig
+from ds_muon.config import OPTIMIZER_TYPE, DSMuonConfig
 from ds_muon.ranks import say_progress
 from ds_muon.refusals import config_refusals
-from ds_muon.registration import OPTIMIZER_TYPE
 from ds_muon.say import printable
 from ds_muon.verify.check import UpdateCheck
 from ds_muon.verify.engine_view import CannotVerify

@@ -66,3 +66,7 @@ def test_nothing_inside_imports_the_packages_face() -> None:
 def test_only_what_is_bound_to_deepspeed_imports_it(module: str) -> None:
     knows = any(name.split(".")[0] == "deepspeed" for name in imports(module))
     assert not knows or module.split(".")[1] in BOUND_TO_DEEPSPEED
+
+
+def test_only_the_packages_face_knows_the_registration() -> None:
+    assert [module for module in MODULES if "ds_muon.registration" in imports(module)] == ["ds_muon"]

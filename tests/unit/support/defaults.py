@@ -22,6 +22,7 @@ FOREIGN = os.environ.get("DS_MUON_TEST_DEFAULTS", "")
 # What a script calls of an engine. ``forward`` is the model's; ``destroy`` is left out, which garbage collection may
 # call in the middle of anything.
 METHODS = ("backward", "step", "save_checkpoint", "load_checkpoint", "offload_states", "reload_states")
+CHECK_METHODS = ("__init__", "after_step")
 
 _device: str | None = None
 
@@ -46,8 +47,10 @@ def defaults(dtype: torch.dtype | None, device: str | None) -> Iterator[None]:
 
 
 def use_foreign_defaults() -> None:
-    """Let ``deepspeed.initialize`` in this process, and the engines it returns, run under those of the environment."""
+    """Let ``deepspeed.initialize`` in this process, the engines it returns, and checks run under the environment's."""
     import deepspeed
+
+    from ds_muon.verify import UpdateCheck
 
     name, _, device = FOREIGN.partition(",")
     dtype = getattr(torch, name) if name else None
@@ -67,3 +70,5 @@ def use_foreign_defaults() -> None:
         return engine, *others
 
     usual, deepspeed.initialize = deepspeed.initialize, initialize
+    for method in CHECK_METHODS:
+        setattr(UpdateCheck, method, under_defaults(getattr(UpdateCheck, method)))

@@ -1,0 +1,205 @@
+"""Whether the tests notice: plants one small fault after another in a copy of the package, and runs the tests on it.
+
+    python scripts/mutate.py                     # all, two at a time; about twenty minutes on two cores
+    python scripts/mutate.py --only clip guard   # those whose file or line contains one of these words
+    python scripts/mutate.py --jobs 4
+
+Each fault is one line, changed as a slip of the pen would. First the test files nearest to it run; what these let pass
+goes through the whole suite. Exit code 1 if a fault is found by nobody. Faults of a running engine, planted with
+``ds-muon verify --inject``, are tests of their own (tests/unit/ranks/test_check.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TIMEOUT_SECONDS = 1800
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``old``, which the file has once, becomes ``new``; ``near`` are the tests that should notice."""
+
+    file: str
+    old: str
+    new: str
+    near: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {' '.join(self.old.split())}  ->  {' '.join(self.new.split())}"
+
+
+STEP = "ranks/test_step.py ranks/test_engine.py"
+GUARD = "ranks/test_nan_guard.py ranks/test_loss_scale.py ranks/test_step.py"
+NORMUON = "ranks/test_normuon.py pure/test_update.py"
+PARTITION = "pure/test_partition.py ranks/test_step.py"
+OWNERS = "ranks/test_owners.py pure/test_partition.py"
+GROUP = "pure/test_muon_group.py ranks/test_step.py"
+EXCHANGE = "ranks/test_exchange.py ranks/test_step.py"
+IDLE = "ranks/test_without_gradient.py"
+PASSES = "ranks/test_passes.py pure/test_update.py"
+ITERATION = "pure/test_newton_schulz.py"
+RATES = "ranks/test_learning_rates.py"
+ROUTING = "pure/test_routing.py"
+
+FAULTS = (
+    # ---- the step
+    Fault("zero", "gradient.mul_(1 / self.loss_scale)", "gradient.mul_(self.loss_scale)", GUARD),
+    Fault("zero", "if self.loss_scale == 1 else gradient.mul_", "if self.loss_scale != 1 else gradient.mul_", GUARD),
+    Fault("zero", "if (clip := self._adamw_clip(findings)) < 1:", "if (clip := self._adamw_clip(findings)) < 0:", STEP),
+    Fault(
+        "zero",
+        "for gradient in gradients[len(self.muon_groups) :]:\n                gradient.mul_(clip)",
+        "for gradient in gradients:\n                gradient.mul_(clip)",
+        STEP,
+    ),
+    Fault("zero", "norm = findings.norm if everything else findings.norm_of_adamw", "norm = findings.norm", STEP),
+    Fault("zero", "float(self.clip_grad) / (norm + 1e-6)", "float(self.clip_grad) / (norm + 1.0)", STEP),
+    Fault("zero", "self._update_scale(not findings.gradients_are_finite)", "self._update_scale(False)", GUARD),
+    Fault("zero", "self.overflow = not findings.allow_the_step", "self.overflow = not findings.may_move", GUARD),
+    Fault("zero", "            self.update_lp_params()\n", "", STEP),
+    Fault(
+        "zero",
+        "            self.update_lp_params()\n            self._bind_model()",
+        "            self.update_lp_params()",
+        "ranks/test_around_engine.py",
+    ),
+    Fault("zero", "            group.commit(self.optimizer.row_variance(i))", "            pass", NORMUON),
+    Fault("zero", "pad(partition_size)", "pad(0)", STEP),
+    Fault("zero", "numel = min(param.numel() - start, partition_size - target)", "numel = param.numel() - start", STEP),
+    Fault("zero", "                raise_together(None if", "                print(None if", "ranks/test_around_engine.py"),
+    # ---- the decision
+    Fault("guard", "dist.all_reduce(sums, group=self._process_group)", "pass", GUARD),
+    Fault("guard", "may_move &= squares[len(muon) :]", "may_move &= squares[:]", GUARD),
+    Fault("guard", ".sum().sqrt() <= self._threshold", ".sum() <= self._threshold", GUARD),
+    Fault("guard", "of_group.ne(0) & may_move", "of_group.ge(0) & may_move", IDLE),
+    Fault("guard", "of_group.ne(0) & may_move", "of_group.ne(0)", GUARD),
+    Fault("guard", "squares.sum().isfinite() & (totals[-1] == 0)", "squares.sum().isfinite()", "ranks/test_around_engine.py"),
+    Fault("guard", "op=dist.ReduceOp.MAX", "op=dist.ReduceOp.MIN", GUARD),
+    Fault("guard", "largest.isfinite().all()", "largest.isfinite().any()", GUARD),
+    Fault("guard", "self.updates == FINITE and not self.stop", "self.updates == FINITE", "ranks/test_capture.py"),
+    # ---- a group's updates
+    Fault("muon_group", "if matrix.travels]\n        if scaled", "if not matrix.travels]\n        if scaled", GROUP),
+    Fault("muon_group", "scale=self._scale(batch[0][0]), factors=here", "factors=here", STEP),
+    Fault("muon_group", "update_scale(self._adjust_lr_fn, *matrix.sides)", "update_scale(self._adjust_lr_fn, matrix.rows, matrix.cols)", "ranks/test_conv1d.py"),
+    Fault("muon_group", "        returning.wait()\n", "", GROUP),
+    Fault("muon_group", "        gathering.wait()\n", "", GROUP),
+    Fault("muon_group", "            self.row_variance.agree()\n", "            pass\n", NORMUON),
+    Fault("muon_group", "        del gathering, inputs  # what was gathered has served\n", "", GROUP),
+    Fault("muon_group", "(turn, turn - 1, turn - 2)", "(turn, turn - 1, turn - 1)", GROUP),
+    # ---- what travels
+    Fault("exchange", "flat_matrix.narrow(0, piece.start, piece.numel)", "flat_matrix.narrow(0, 0, piece.numel)", EXCHANGE),
+    Fault("exchange", "partition.narrow(0, piece.offset, piece.numel)", "partition.narrow(0, piece.start, piece.numel)", EXCHANGE),
+    Fault("exchange", "if piece.rank == rank)", "if piece.rank != rank)", EXCHANGE),
+    Fault("plan/partition", "taken = min(numel - start, partition_size - inside)", "taken = numel - start", PARTITION),
+    Fault("plan/partition", "return self.holders != (self.owner,)", "return self.straddles", OWNERS),
+    Fault("plan/partition", "end = start + numels[index]", "end = start + numels[index] + 1", PARTITION),
+    Fault("plan/partition", 'return (rows, cols) if layout == "out_in" else (cols, rows)', "return (rows, cols)", "ranks/test_conv1d.py"),
+    Fault("plan/owners", "return best if after < before", "return owners if after < before", OWNERS),
+    Fault("plan/owners", "key=lambda piece: (loads[piece[0]], -piece[1], piece[0])", "key=lambda piece: -piece[1]", OWNERS),
+    Fault("plan/owners", "(1 - rates.least_gain)", "1", OWNERS),
+    # ---- the rule
+    Fault("update", "math.sqrt(max(1.0, rows / max(cols, 1)))", "math.sqrt(rows / max(cols, 1))", "pure/test_update.py"),
+    Fault("update", "0.2 * math.sqrt(max(rows, cols))", "0.2 * math.sqrt(min(rows, cols))", "pure/test_update.py"),
+    Fault("update", "alpha=1 - beta2", "alpha=beta2", NORMUON),
+    Fault("update", "squares / max(cols, 1), alpha", "squares / max(rows, 1), alpha", NORMUON),
+    Fault("update", "math.sqrt(min(rows, cols)) / (root * norm)", "math.sqrt(max(rows, cols)) / (root * norm)", NORMUON),
+    Fault("update", "return advanced, factors.mT", "return advanced, factors", "ranks/test_conv1d.py"),
+    Fault("normuon", "torch.where(self._moves, self._staged, variance, out=variance)", "variance.copy_(self._staged)", IDLE),
+    Fault("normuon", "self._staged.zero_()", "pass", NORMUON),
+    # ---- elementwise
+    Fault("passes/torch_passes", "step.mul_(1 - momentum).add_(before)", "step.mul_(momentum).add_(before)", PASSES),
+    Fault("passes/torch_passes", "g.mul_(1 - momentum).add_(average.mul_(momentum))", "g.copy_(average)", PASSES),
+    Fault("passes/torch_passes", "g.masked_fill_(moves.logical_not(), 0)", "pass", f"{IDLE} {PASSES}"),
+    Fault("passes/torch_passes", "torch.where(moves, average, before, out=before)", "before.copy_(average)", IDLE),
+    Fault("passes/torch_passes", "w.mul_(1 - lr * weight_decay)", "w.mul_(1 - weight_decay)", f"{PASSES} {STEP}"),
+    Fault("passes/torch_passes", "weight.sub_(update.mul_(lr))", "weight.add_(update.mul_(lr))", PASSES),
+    Fault("optimizer", "if group[\"use_muon\"] and (\"row_variance\" in theirs) !=", "if (1 in theirs) !=", NORMUON),
+    Fault("optimizer", "own = step.clone() if i else step", "own = step.clone()", STEP),
+    Fault("optimizer", "            group.update(origin)\n", "            pass\n", "ranks/test_param_groups.py"),
+    # ---- Newton-Schulz
+    Fault("orthogonalize/newton_schulz", "growth *= triple[0] ** 2", "growth *= triple[0]", ITERATION),
+    Fault("orthogonalize/newton_schulz", "r = ops.symmetric(w, ops.symmetric(w, r))", "r = ops.symmetric(w, r)", ITERATION),
+    Fault("orthogonalize/newton_schulz", "q = ops.symmetric(w, q)", "q = w", ITERATION),
+    Fault("orthogonalize/newton_schulz", "return m > 16 and", "return m > 0 and", ITERATION),
+    Fault("orthogonalize/torch_backend", "batch.div_(magnitude.clamp_min(tiny))", "batch", ITERATION),
+    Fault("orthogonalize/torch_backend", "clamp_min(max(eps, tiny))", "add(eps)", ITERATION),
+    Fault("orthogonalize/__init__", "yield indices[len(indices) * chunk // chunks :", "yield indices[", ITERATION),
+    # ---- settings
+    Fault("param_groups", 'undecay = {} if decays else {"weight_decay": 0.0}', "undecay: dict[str, float] = {}", "ranks/test_param_groups.py"),
+    Fault("checkpoint", "            error = ValueError(f", "            ValueError(f", "ranks/test_checkpoint.py"),
+    Fault("agree", "others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]", "others: list[int] = []", "ranks/test_agree.py"),
+)  # fmt: skip
+
+
+def copy_with(fault: Fault, folder: Path) -> None:
+    """The repository, as far as the tests need it, with the fault."""
+    for name in ("ds_muon", "tests"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in (
+        "scripts",
+        "docs",
+        "ds_configs",
+        "README.md",
+        "pyproject.toml",
+        "CHANGELOG.md",
+        "LICENSE",
+        ".github",
+        ".ci",
+    ):
+        (folder / name).symlink_to(ROOT / name)
+    path = folder / "ds_muon" / f"{fault.file}.py"
+    text = path.read_text()
+    if text.count(fault.old) != 1:
+        raise SystemExit(f"{fault.file} has {text.count(fault.old)} times: {fault.old}")
+    path.write_text(text.replace(fault.old, fault.new))
+
+
+def tests_pass(folder: Path, *files: str) -> bool:
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
+    try:
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=TIMEOUT_SECONDS)
+    except subprocess.TimeoutExpired:
+        return False  # a hang is noticed
+    if done.returncode not in (0, 1):
+        raise SystemExit(f"pytest ended with {done.returncode}:\n{done.stdout.decode()[-2000:]}")
+    return done.returncode == 0
+
+
+def judge(fault: Fault) -> str:
+    """Who notices the fault: "near", "suite" or "nobody"."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="ds-muon-mutate-") as name:
+        folder = Path(name)
+        copy_with(fault, folder)
+        near = [f"tests/unit/{file}" for file in fault.near.split()]
+        found = "near" if not tests_pass(folder, *near) else "nobody" if tests_pass(folder, "tests/unit") else "suite"
+    print(f"{found:8} {time.monotonic() - start:5.0f} s  {fault}", flush=True)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="faults with one of these in their file or line")
+    parser.add_argument("--jobs", type=int, default=2, help="how many at a time (default: 2)")
+    options = parser.parse_args()
+    chosen = [fault for fault in FAULTS if any(word in str(fault) for word in options.only or [""])]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        found = list(pool.map(judge, chosen))
+    print(f"\n{len(chosen) - found.count('nobody')} of {len(chosen)} faults are noticed")
+    return int("nobody" in found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
