@@ -11,10 +11,11 @@ from torch import Tensor
 
 from ds_muon.capture import NanCapture
 from ds_muon.exchange import Exchange, Transfer, result_dtype
+from ds_muon.layout import Layout
 from ds_muon.normuon import RowVariance
 from ds_muon.orthogonalize import NewtonSchulz, batches, orthogonalize_batch
 from ds_muon.passes import Segments, Where, store_updates, sum_of_squares
-from ds_muon.plan.partition import GroupPlan, Layout, Matrix
+from ds_muon.plan.partition import GroupPlan, Matrix
 from ds_muon.ranges import profiled
 from ds_muon.update import update_scale
 
@@ -131,7 +132,7 @@ class MuonGroup:
         returning.wait()
         if self.row_variance is not None:
             self.row_variance.agree()
-        # O travels as Newton-Schulz returned it, in its own dtype. The holders scale it.
+        # O travels without its scale: in Newton-Schulz's dtype it is exact. The holders scale it.
         scaled = [(piece, self._scale(matrix)) for matrix, piece in held if matrix.travels]
         if scaled := [(piece, scale) for piece, scale in scaled if scale != 1.0]:
             torch._foreach_mul_([piece for piece, _ in scaled], [scale for _, scale in scaled])

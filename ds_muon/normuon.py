@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_muon.plan.partition import Layout
+from ds_muon.layout import Layout
 from ds_muon.update import advance_row_variance
 
 

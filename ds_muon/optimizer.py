@@ -153,7 +153,7 @@ class DSMuon(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Apply what is staged in ``.grad``: the update ``s O`` of Muon groups, the gradient of AdamW groups.
 
-        A group without ``.grad`` stays as it is, and so does a Muon matrix that ``advance_momentum_`` has not moved.
+        A Muon group without ``.grad`` stays as it is, and so does a matrix that ``advance_momentum_`` has not moved.
         The ``.grad`` of Muon groups is overwritten.
 
         Raises:

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from ds_muon.dtypes import name_of
+from ds_muon.layout import Layout, out_and_in
 from ds_muon.orthogonalize import NewtonSchulz, orthogonalize
 from ds_muon.orthogonalize.defaults import NS_BACKEND, NS_COEFFICIENTS, NS_DTYPE, NS_EPS, NS_METHOD, NS_STEPS
 from ds_muon.passes import advance_momentum_, store_updates
-from ds_muon.plan.partition import Layout, out_and_in
 
 # Guards the division by the root of a row's second moment, which is zero for a row that never had a gradient. O does
 # not depend on the scale of the gradient, so this number breaks no scale invariance.

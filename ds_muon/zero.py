@@ -30,11 +30,12 @@ from ds_muon.checkpoint import LAYOUT, layout
 from ds_muon.dtypes import name_of
 from ds_muon.exchange import element_bytes
 from ds_muon.guard import FINITE, Findings, StepGuard, Verdict
+from ds_muon.layout import out_and_in
 from ds_muon.muon_group import MuonGroup, in_turns
 from ds_muon.optimizer import LARGEST_IN_LIST, DSMuon
 from ds_muon.orthogonalize import release
 from ds_muon.passes import sum_of_squares
-from ds_muon.plan.partition import Plan, flat_layout, make_plan, out_and_in
+from ds_muon.plan.partition import Plan, flat_layout, make_plan
 from ds_muon.ranges import profiled
 from ds_muon.refusals import NO_GRADIENTS, SUPPORTED_DEEPSPEED, DSMuonRefusal, nothing_to_step_on, step_refusal
 from ds_muon.say import printable

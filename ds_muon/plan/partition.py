@@ -13,8 +13,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, TypeAlias
 
+from ds_muon.layout import Layout, out_and_in
 from ds_muon.plan.owners import RATES, Rates, Work, choose_owners, least_loaded_holders
 
 # ZeRO pads a partition to a multiple of this many elements, so that every partition starts on a 4-byte boundary.
@@ -25,9 +25,6 @@ _ALIGNMENT_BYTES = 16
 ELEMENT_BYTES = 6
 """Bytes per element that travels, both ways together: U goes out in fp32, O comes back in half precision."""
 
-
-Layout: TypeAlias = Literal["out_in", "in_out"]
-"""How a matrix is stored: rows are outputs, as in nn.Linear, or inputs, as in transformers' Conv1D."""
 
 _OUT_IN: Mapping[str, Layout] = MappingProxyType({})
 
@@ -197,11 +194,6 @@ class Plan:
             f"{moved} move to a rank that holds nothing of them ({self.moved_elements():,} elements exchanged each "
             f"way), most loaded rank {self.balance:.2f} times the mean"
         )
-
-
-def out_and_in(rows: int, cols: int, layout: Layout) -> tuple[int, int]:
-    """Numbers of outputs and inputs of a matrix that is stored as (rows, cols)."""
-    return (rows, cols) if layout == "out_in" else (cols, rows)
 
 
 def flat_layout(

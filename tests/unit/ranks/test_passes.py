@@ -236,6 +236,17 @@ def stored(batch: int, rows: int, cols: int, dtype: torch.dtype, kind: str) -> T
     return memory.to(DEVICE).view(batch, rows, pitch)[..., :cols]
 
 
+@pytest.mark.parametrize("shape", [(1, 5), (5, 1)])
+def test_factors_of_a_row_and_of_a_column_are_told_apart(shape: tuple[int, int]) -> None:
+    rows, cols = shape
+    outputs = stored(2, *shape, torch.float32, "dense").nan_to_num(1.0, 2.0)
+    for factors in (numbers(2 * rows, seed=2).view(2, rows, 1), numbers(2 * cols, seed=3).view(2, 1, cols)):
+        expected, found = ([torch.zeros(shape, device=DEVICE) for _ in outputs] for _ in range(2))
+        torch_passes.store_updates(outputs, expected, factors=factors)
+        triton_passes.store_updates(outputs, found, factors=factors)
+        assert all(same_bits(*pair) for pair in zip(found, expected, strict=True))
+
+
 @pairwise(
     shape=[(1, 1), (3, 50), (50, 3), (64, 128), (130, 65)],
     dtype=[torch.float16, torch.bfloat16, torch.float32],
