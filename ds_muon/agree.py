@@ -1,8 +1,8 @@
-"""Agreement between ranks: who is there, whether all were given the same, and what one of them finds.
+"""Agreement between ranks: whether all are there, whether all have the same settings, and whether one has an error.
 
-Ranks that wait for each other in different collectives wait in vain. So they first meet in the store of the process
-group (``RollCall``), where waiting can end; then they compare what they were given (``agree``); and later an error on
-one of them stops all (``raise_together``).
+Ranks in different collectives wait for each other in vain. So they first meet in the store of the process group, where
+waiting can end (``RollCall``). Then they compare their settings (``agree``). Later, an error on one rank stops all
+(``raise_together``).
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from ds_muon.say import log, printable
 T = TypeVar("T")
 
 PATIENCE_SECONDS = 30.0
-"""How long ranks wait without a word for one that has not come, and how long for one that does something else."""
+"""How long ranks wait before they warn of a missing rank, or refuse because one builds another engine."""
 STRANGER_PATIENCE_SECONDS = 45.0
-"""How long they wait for one that has not even imported this package."""
+"""How long they wait for a rank that has not even imported this package."""
 
 _LONGEST_VALUE = 120
 _RANKS_SHOWN = 8
-# No setting of DeepSpeed lies so deep, and Python's own recursion ends at 1000.
+# No setting of DeepSpeed is nested so deep. Python's own recursion ends at 1000.
 _DEEPEST = 100
 
 Place = tuple[str, ...]
 
 
 def gather(value: T, process_group: dist.ProcessGroup | None) -> list[T]:
-    """What every rank brings, in order of rank. A collective; blocks the host."""
+    """The ``value`` of every rank, in order of rank. A collective; blocks the host."""
     values: list[Any] = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(values, value, group=process_group)
     return values
 
 
 def raise_together(error: Exception | None, process_group: dist.ProcessGroup | None = None) -> None:
-    """Raise on every rank of the group if any rank brings an error, so that none is left waiting in a collective.
+    """Raise on every rank of the group if any rank has an error, so that none is left waiting in a collective.
 
-    A rank raises its own error where it has one, otherwise a ``RuntimeError`` that quotes the first rank that does.
+    A rank with an error raises it. The others raise a ``RuntimeError`` that quotes the first rank with an error.
     A collective: every rank of the group must call it. Blocks the host.
     """
     if not dist.is_initialized() or dist.get_world_size(process_group) == 1:
@@ -70,19 +70,19 @@ def raise_together(error: Exception | None, process_group: dist.ProcessGroup | N
 def agree(
     what: str, facts: Mapping[str, Any], remedy: str, may_differ: Callable[[Place], bool] = lambda place: False
 ) -> None:
-    """Raise the same error on every rank if one brings other facts than rank 0: it names the first that differs.
+    """Raise the same error on every rank if the facts of any rank differ from those of rank 0.
+
+    A collective over all ranks; blocks the host.
 
     Args:
-        what: what the facts are, in the plural, such as "settings".
-        facts: mappings and sequences of values, nested as in a JSON file. The order of keys counts as little as that of
-            a number's type: 1 is 1.0. Of an object that JSON does not know, its type is compared.
+        what: a plural noun for the facts, such as "settings".
+        facts: mappings and sequences of values, nested as in a JSON file. The order of keys and the type of a number do
+            not count: 1 is 1.0. An object that JSON does not know is compared by its type.
         remedy: what to do about it on every rank.
         may_differ: whether to leave out a value, by the keys that lead to it.
 
     Raises:
-        DSMuonRefusal: with the key, both values, and the ranks that have them.
-
-    A collective over all ranks; blocks the host.
+        DSMuonRefusal: with the first key that differs, its values, and the ranks that have them.
     """
     if dist.get_world_size() == 1:
         return
@@ -109,7 +109,7 @@ def agree(
 
 
 def _first_difference(theirs: Mapping[Place, str], ours: Mapping[Place, str]) -> tuple[int, Place, str] | None:
-    """Position, place and this rank's value of the first fact that is not rank 0's, in the order of rank 0."""
+    """The first fact that differs from rank 0's, in the order of rank 0: its position, place and value on this rank."""
     for position, place in enumerate([*theirs, *(place for place in ours if place not in theirs)]):
         if theirs.get(place) != ours.get(place):
             return position, place, _shown(ours.get(place))
@@ -117,7 +117,7 @@ def _first_difference(theirs: Mapping[Place, str], ours: Mapping[Place, str]) ->
 
 
 def _leaves(value: Any, place: Place = ()) -> Iterator[tuple[Place, str]]:
-    """Every single value with its place, as a text that is the same in every process."""
+    """Every single value with its place, as text that is the same in every process."""
     children: Sequence[tuple[Any, Any]] = ()
     if len(place) < _DEEPEST:
         if isinstance(value, Mapping):
@@ -185,16 +185,15 @@ def _imported(rank: int) -> str:
 
 
 class RollCall:
-    """Whether all ranks are about to build an engine with DSMuon, asked before any of them enters a collective.
+    """Waits until all ranks are about to build an engine with DSMuon, before any of them enters a collective.
 
-    Of a rank that builds another engine in that place, the others learn through the store of the process group. One
-    that has left no word that it imported this package will not come. Of any other that is missing they cannot tell
-    whether it only takes long to load its model: they wait for it as long as in any collective, but say so. One
-    instance per process.
+    Ranks leave word in the store of the process group. A rank that builds another engine instead says so there. A rank
+    that has left no word that it imported this package will not come. Any other missing rank may only take long to
+    load its model: the others warn, and wait for it as long as in a collective. One instance per process.
     """
 
     def __init__(self) -> None:
-        # Engines that this process has built: with DSMuon, and without it since the last one with it.
+        # Engines that this process has built: with DSMuon, and since the last of those, without it.
         self._ours = 0
         self._others = 0
 
@@ -247,7 +246,7 @@ class RollCall:
                 elsewhere_since = now
             if elsewhere_since is not None and now - elsewhere_since > PATIENCE_SECONDS:
                 refusal = self._of_ranks_elsewhere(store, self._missing(store, here))
-                elsewhere_since = now  # they may have come meanwhile, and the one that is missing is another
+                elsewhere_since = now  # those ranks may have come since, and another one is missing
             if now - start > strangers_after:
                 refusal = refusal or self._of_strangers(store, self._missing(store, here), now - start)
                 strangers_after = math.inf
@@ -296,7 +295,7 @@ class RollCall:
 
 
 def _store() -> Any:
-    """Where ranks meet without a collective; None if there is one rank only, or nothing but MPI."""
+    """Where ranks meet without a collective; None with a single rank, or with MPI, which has no store."""
     if dist.get_world_size() == 1 or dist.get_backend() == "mpi":
         return None
     return _get_default_store()

@@ -1,11 +1,11 @@
-"""Evidence of a Newton-Schulz result that is not finite: the input, as it was before the kernel ran, in a file.
+"""Saves the input of a Newton-Schulz result that is not finite, as it was before the kernel ran, to a file.
 
-Switched on by the environment, so that a running configuration need not change:
+The environment switches it on, so that no configuration need change:
 
     DS_MUON_NAN_CAPTURE=1            save such inputs, on any rank that sees one
-    DS_MUON_NAN_CAPTURE_DIR          where; default ./ds_muon_captures
+    DS_MUON_NAN_CAPTURE_DIR          the folder; default ./ds_muon_captures
     DS_MUON_NAN_CAPTURE_RAISE        1 (default): stop after the step in which one was saved; 0: go on
-    DS_MUON_NAN_CAPTURE_MAX          files a rank may leave in the folder; default 10
+    DS_MUON_NAN_CAPTURE_MAX          most files of a rank in the folder; default 10
 
 ``ds-muon replay FILE`` says which backend is at fault.
 """
@@ -29,7 +29,7 @@ from ds_muon.files import writing
 from ds_muon.orthogonalize import NewtonSchulz
 from ds_muon.say import log
 
-# Of the file's content; raised when it changes.
+# Version of the file's content; raised when that changes.
 FORMAT = 1
 
 _SWITCH = "DS_MUON_NAN_CAPTURE"
@@ -37,22 +37,22 @@ _DEFAULT_FOLDER, _DEFAULT_MAX = "ds_muon_captures", 10
 
 
 class NanCapture:
-    """What one rank saves. Needs no other rank, and never raises: a folder that cannot be written to is a warning.
+    """The capture of one rank. It needs no other rank and never raises: a folder that cannot be written is a warning.
 
     Off, it costs one look at the environment a step. On, every batch is copied before it is orthogonalized, and the
     host waits for its result.
 
     Args:
-        rank: for the names of the files.
+        rank: appears in the names of the files.
     """
 
     def __init__(self, rank: int) -> None:
         self.saved: list[Path] = []
-        """The files of this step and the one before, wherever the reader of a message may be."""
+        """Absolute paths of the files of this step and the one before."""
         self.seen: list[str] = []
         """The parameters whose update was not finite in this step."""
         self.seen_before: list[str] = []
-        """The same, of the step before."""
+        """The same for the step before."""
         self._saved_before = 0
         self._rank = rank
         self.is_on = False
@@ -61,12 +61,11 @@ class NanCapture:
         self._warned = False
 
     def start_step(self, step: int, may_move: Tensor) -> None:
-        """Look at the environment: what is set now holds for this step.
+        """Read the environment, which then holds for this step.
 
         Args:
             step: counted from 1 since the process started.
-            may_move: bool scalar on the device; false in a step that is not applied whatever comes out. The host waits
-                for it if the capture is on.
+            may_move: bool scalar on the device; if false, nothing is saved. With the capture on, the host waits for it.
         """
         switch = os.environ.get(_SWITCH, "0")
         self.is_on = switch == "1" and bool(may_move)
@@ -79,11 +78,11 @@ class NanCapture:
 
     @property
     def stops_training(self) -> bool:
-        """Whether the run is to end for what was seen in this step: of it, or of one like it, there is a file."""
+        """Whether to stop because of an update seen in this step. Its input, or earlier ones, are in a file."""
         return bool(self.seen) and os.environ.get(f"{_SWITCH}_RAISE", "1") != "0"
 
     def keep(self, matrices: Sequence[Tensor]) -> list[Tensor]:
-        """Copies of what is about to be orthogonalized; none while the capture is off, or where there is no room."""
+        """Copies of ``matrices`` from before the kernel runs; none if the capture is off or memory is short."""
         if not self.is_on:
             return []
         try:
@@ -99,9 +98,9 @@ class NanCapture:
 
         Args:
             names: the parameters of a batch.
-            kept: what ``keep`` returned for it.
+            kept: what ``keep`` returned for the batch.
             outputs: (batch, rows, cols), as Newton-Schulz returned them.
-            settings: that it ran with.
+            settings: of the iteration.
         """
         if not kept:
             return
@@ -156,7 +155,7 @@ class NanCapture:
         }
 
     def _warn(self, problem: str) -> None:
-        """Once: the same problem comes with every matrix and step."""
+        """Once, because the same problem comes with every matrix and step."""
         if not self._warned:
             log(f"capture on rank {self._rank}: {problem}")
         self._warned = True

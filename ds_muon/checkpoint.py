@@ -1,7 +1,7 @@
-"""What the shards of a checkpoint say of themselves, and whether an engine can load them, before anything is loaded.
+"""What shards say of themselves, and whether a checkpoint fits the engine, checked before anything is loaded.
 
-DeepSpeed's engine loads weights, scheduler and counters first, and ZeRO's part last: an error there would leave the
-checkpoint's weights beside another optimizer state, on a rank that may be the only one to stop.
+DeepSpeed's engine loads weights, scheduler and counters first, and the state of ZeRO last. An error at the end would
+leave the checkpoint's weights beside another optimizer state, and might stop one rank only.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ds_muon.reshard import Buffers, Offsets, Piece, pieces
 from ds_muon.say import say
 
 LAYOUT = "ds_muon_layout"
-"""Of a checkpoint's shard: the ``layout`` that it was saved with."""
+"""Key in a checkpoint's shard: the ``layout`` that it was saved with."""
 SHARD = "ds_muon_shard"
-"""Of a checkpoint's shard: its ``description``."""
+"""Key in a checkpoint's shard: its ``description``."""
 FORMAT = 1
-"""Of both; a larger one is of a later version than this."""
+"""Number of the format of both. A later ds_muon may write a larger one, which this one refuses."""
 
 WEIGHTS_ONLY = (
     "To go on from its weights alone, with a new optimizer: engine.load_checkpoint(..., load_module_only=True), with "
@@ -53,14 +53,14 @@ class Save:
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint that fits the engine, and what this rank reads of it. Its tensors are read when they are used.
+    """A checkpoint that fits the engine, and what this rank loads of it. Tensors are read only when they are used.
 
     Attributes:
-        shards: what optimizers saved, by rank, of those that this rank reads.
-        home: the rank whose shard says what is the same on all.
-        pieces: all that this rank will hold of what was cut.
-        sources: for each param group, one in which its parameters were; all of those have the same values.
-        rows: of NorMuon, for each parameter the saved group, its first row in there and the number of rows.
+        shards: those that this rank reads, by the rank that saved them.
+        home: the shard from which this rank takes what is the same in all.
+        pieces: the slices of the partitions of this rank, and where they lie in the shards.
+        sources: for each param group, the saved group whose rates and settings it takes over.
+        rows: for each parameter its saved group, its first row in NorMuon's ``row_variance`` there, and their number.
     """
 
     shards: Mapping[int, Mapping[str, Any]]
@@ -71,7 +71,7 @@ class Found:
 
     @property
     def whole(self) -> Mapping[str, Any]:
-        """A shard, for what is the same in all."""
+        """The shard from which this rank takes what is the same in all."""
         return self.shards[self.home]
 
     @property
@@ -140,16 +140,17 @@ def description(zero: Any, save: Save | None) -> dict[str, Any]:
 
 
 def check_before_loading(engine: Any, load_dir: str, tag: str, *, with_scheduler: bool) -> Found:
-    """Find what this rank will hold in a checkpoint of any number of ranks; modifies nothing.
+    """Find what this rank will load of a checkpoint of any number of ranks. Modifies nothing.
 
-    A collective. Reads shards, but not their tensors.
+    A collective. Reads shards without their tensors.
 
     Args:
         with_scheduler: whether the scheduler's state is loaded as well.
 
     Raises:
-        ValueError: on every rank: it is another optimizer's, has other parameters or shapes, a shard too few, or shards
-            of more than one save; the message names the first of them and says what to do.
+        ValueError: it is another optimizer's, has other parameters or shapes, lacks a shard, or has shards of several
+            saves. The message names the first difference and says what to do. A rank that finds none raises a
+            ``RuntimeError`` that quotes it.
         FileNotFoundError: there is no such checkpoint.
     """
     group, folder = engine.optimizer.dp_process_group, Path(load_dir, str(tag))
@@ -432,7 +433,7 @@ def _say_what_changes(states: Sequence[Mapping[str, Any]], optimizer: Any, same_
 
 
 def _read(engine: Any, path: Path) -> dict[str, Any]:
-    """What a file of a checkpoint holds; tensors are read when they are used, where the format allows it."""
+    """The contents of a checkpoint's file. If the format allows it, tensors are read only when they are used."""
     try:
         try:
             contents: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
@@ -444,7 +445,7 @@ def _read(engine: Any, path: Path) -> dict[str, Any]:
 
 
 def _optimizer_of(saved: Mapping[str, Any]) -> str:
-    """Which one it was, by the config that DeepSpeed saves, else by its state."""
+    """The optimizer that saved a checkpoint, by the config that DeepSpeed saves, else by its state."""
     config = saved.get("ds_config")
     section = config.get("optimizer") if isinstance(config, Mapping) else None
     if isinstance(section, Mapping) and "type" in section:
@@ -466,11 +467,11 @@ def _is_kept_from_decay(group: Mapping[str, Any]) -> bool:
 
 
 def _other_parameters(saved: Offsets, ours: Offsets, model: set[str]) -> str | None:
-    """Parameters that are trained in one of the two only.
+    """The parameters that only one of the two runs trains; None if there are none.
 
     Args:
         saved, ours: layouts.
-        model: names of all parameters that the engine's model has.
+        model: names of all parameters of the engine's model.
     """
     then = [name for group in saved for name, _ in group]
     now = [name for group in ours for name, _ in group]
@@ -499,7 +500,7 @@ def _some(names: Sequence[str]) -> str:
 def _other_groups(
     saved: Offsets, ours: Offsets, groups: Sequence[Mapping[str, Any]], our_groups: Sequence[Mapping[str, Any]]
 ) -> str | None:
-    """Parameters of another half, or that decay in one of the two only."""
+    """A parameter in another half, or with weight decay in one run only; None if none is."""
     place = {name: j for j, group in enumerate(ours) for name, _ in group}
     moved = [(name, i, place[name]) for i, group in enumerate(saved) for name, _ in group]
     for name, i, j in moved:

@@ -15,8 +15,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from ds_muon.dtypes import LARGEST
 from ds_muon.orthogonalize import COEFFICIENTS, NewtonSchulz
-from ds_muon.orthogonalize.coefficients import LARGEST
 from ds_muon.orthogonalize.defaults import NS_BACKEND, NS_COEFFICIENTS, NS_DTYPE, NS_EPS, NS_METHOD, NS_STEPS
 from ds_muon.say import printable
 

@@ -1,8 +1,8 @@
-"""What ``step`` and ``load_state_dict`` of DeepSpeed's ZeRO optimizer do, and where this package does it, or why not.
+"""All that ``step`` and ``load_state_dict`` of DeepSpeed's ZeRO optimizer do, and where this package does it.
 
-Data, for whoever moves to another DeepSpeed: a test compares the keys with the source of the installed one, and so
-fails when a release does something more. A key is a method of the optimizer that is called, an attribute of it that is
-set, or a function of its module. A value is the place in this package ("" for none), and a remark.
+This is data for whoever moves to another DeepSpeed. A test compares the keys with the source of the installed release,
+and fails if that does more. A key is a method of the optimizer that is called, an attribute that is set, or a function
+of its module. A value is the place in this package ("" for none) and a remark, such as why nothing is done.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ _ELASTIC = "of elastic checkpoints, which are refused"
 
 STEP: dict[str, tuple[str, str]] = {
     # before the decision
-    "micro_step_id": ("zero.MuonZeroOptimizer._step_all_groups", "set back"),
+    "micro_step_id": ("zero.MuonZeroOptimizer._step_all_groups", "reset"),
     "_wait_for_offload_copies": ("", _OFFLOAD),
     "_offload_accumulated_param_ids": ("", _OFFLOAD),
-    "see_memory_usage": ("", "says nothing unless it is forced to, and here it is not"),
+    "see_memory_usage": ("", "logs nothing unless forced, and it is not forced here"),
     "check_overflow": ("guard.StepGuard.measure", "in every step, whatever check_grad_overflow says"),
     "_apply_muon_updates_cpu_offload": ("", _THEIR_MUON),
     "scaled_global_norm": ("guard.StepGuard.measure", "of unscaled gradients"),
@@ -34,22 +34,22 @@ STEP: dict[str, tuple[str, str]] = {
     "free_grad_in_param_list": ("zero.MuonZeroOptimizer.take_gradients", "of all parameters of a group at once"),
     "_release_preflattened_grad_buffers": ("zero.MuonZeroOptimizer.take_gradients", ""),
     "_get_preflattened_grad_partition": ("zero.MuonZeroOptimizer.take_gradients", "reads flat_partition itself"),
-    "averaged_gradients": ("zero.MuonZeroOptimizer.take_gradients", "let go"),
-    "all_grad_tensors": ("zero.MuonZeroOptimizer.take_gradients", "let go"),
+    "averaged_gradients": ("zero.MuonZeroOptimizer.take_gradients", "released"),
+    "all_grad_tensors": ("zero.MuonZeroOptimizer.take_gradients", "released"),
     "reset_cpu_buffers": ("", _OFFLOAD),
     "flatten": ("zero.MuonZeroOptimizer.take_gradients", "straight into fp32"),
     "flatten_dense_tensors_aligned": ("zero.MuonZeroOptimizer.take_gradients", "get_flat_partition has padded"),
     "_muon_update_lacks_loss_scale": ("", _THEIR_MUON),
     "unscale_and_clip_grads": ("zero.MuonZeroOptimizer.commit", "take_gradients has unscaled"),
     # the update
-    "single_partition_of_fp32_groups": ("zero.MuonZeroOptimizer.commit", "its gradient, given and taken"),
+    "single_partition_of_fp32_groups": ("zero.MuonZeroOptimizer.commit", "its .grad is set, then cleared"),
     "_optimizer_step": ("zero.MuonZeroOptimizer.commit", "of all groups at once"),
     "optimizer": ("", "no group needs to be hidden from the optimizer"),
     "zenflow_cpu_optimizer_step": ("", "ZenFlow is refused"),
     "_lazy_init_hp_params_optimizer_state": ("zero.MuonZeroOptimizer.__init__", "the state is there from the start"),
     # the model
     "all_gather_dp_groups": ("zero.MuonZeroOptimizer._step_all_groups", "through update_lp_params"),
-    "_update_model_bit16_weights": ("zero.MuonZeroOptimizer._bind_model", "where the storage is another"),
+    "_update_model_bit16_weights": ("zero.MuonZeroOptimizer._bind_model", "for parameters with other storage"),
     "timers": ("zero.MuonZeroOptimizer._timed", "a skipped step leaves the all-gather's at zero"),
 }
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+LARGEST = torch.finfo(torch.float32).max
+"""The largest number in fp32, which all settings end up in."""
+
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 

@@ -1,4 +1,4 @@
-"""Slices of travelling matrices to their owners, and slices of the results back: one collective each way per group."""
+"""Slices of travelling matrices to their owners, and slices of the results back: one all-to-all each way per group."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ds_muon.ranges import profiled
 
 @dataclass(frozen=True)
 class _Routes:
-    """What goes to every rank, or comes from it.
+    """The slices that go to every other rank, or come from it.
 
     Attributes:
-        pieces: in packing order: by rank.
-        counts: elements by rank.
+        pieces: in packing order, which is by rank.
+        counts: elements for each rank.
     """
 
     pieces: tuple[tuple[Matrix, Slice], ...]
@@ -35,10 +35,10 @@ class _Routes:
 
 @dataclass
 class Transfer:
-    """A collective under way. What it sends and receives stays alive until it has been waited for.
+    """A collective under way. Its buffers stay alive until ``wait``.
 
     Attributes:
-        tensors: complete after ``wait``, which is what fills those of ``Exchange.gather``.
+        tensors: the matrices that ``Exchange.gather`` assembles, complete after ``wait``; none of ``scatter``.
     """
 
     tensors: list[Tensor] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Transfer:
     _targets: list[Tensor] = field(default_factory=list)
 
     def wait(self) -> list[Tensor]:
-        """Let what is queued from now on see the data, on GPUs without stopping the host. Returns ``tensors``."""
+        """Make work that is queued from now on see the data; returns ``tensors``. On GPUs the host does not wait."""
         if self._received is not None:
             if self._work is not None:
                 self._work.wait()
@@ -58,20 +58,20 @@ class Transfer:
 
 
 def result_dtype(settings: NewtonSchulz, *, normuon: bool) -> torch.dtype:
-    """In which results travel: as Newton-Schulz returns them, or with NorMuon's factors on their rows."""
+    """The dtype in which results travel: Newton-Schulz's own, or fp32 once NorMuon has scaled their rows."""
     return torch.float32 if normuon else settings.dtype
 
 
 def element_bytes(settings: NewtonSchulz, *, normuon: bool) -> int:
-    """Of an element that travels, both ways together: U in fp32, and the result."""
+    """Bytes per element that travels, both ways together: U in fp32, and the result."""
     return torch.float32.itemsize + result_dtype(settings, normuon=normuon).itemsize
 
 
 class Exchange:
-    """Moves the travelling matrices of one param group between the ranks that hold them and those that own them.
+    """Moves the travelling matrices of one param group from holders to owners, and the results back.
 
-    Every rank of the process group must call ``gather`` and then ``scatter``, also one that holds nothing of the
-    group: it sends and receives nothing, but takes part. Where no matrix travels, nobody communicates.
+    Every rank of the process group must call ``gather`` and then ``scatter``, even if it holds and owns nothing of the
+    group. Where no matrix travels, nobody communicates.
 
     Args:
         plan: the group's plan, the same on every rank.
@@ -83,24 +83,23 @@ class Exchange:
         self.owned = plan.owned_travellers(rank)
         """Travelling matrices that this rank orthogonalizes, in the order of ``gather``'s result."""
         self.sent_bytes = 0
-        """In all, by this rank."""
+        """Bytes that this rank has sent so far."""
         self._active = bool(plan.travellers)
         self._process_group = process_group
-        # The same in every step, and work for the host where there are many ranks.
+        # Kept, because they are the same in every step and with many ranks take time on the host.
         self._outgoing = _Routes.of(plan.outgoing(rank))
         self._incoming = _Routes.of(plan.incoming(rank))
         self._kept = tuple((m, piece) for m in self.owned for piece in m.slices if piece.rank == rank)
 
     @profiled("exchange")
     def gather(self, partition: Tensor) -> Transfer:
-        """Start to assemble the travelling matrices this rank owns, of which it may hold slices or nothing.
+        """Start to assemble the travelling matrices that this rank owns, from its own slices and those of others.
 
         Args:
-            partition: (partition_size,) this rank's piece of the flat buffer; not modified, and free to be overwritten
-                when this returns.
+            partition: (partition_size,) of this rank; not modified, and free to be overwritten when this returns.
 
         Returns:
-            A transfer of one (rows, cols) tensor of the partition's dtype per matrix of ``owned``.
+            A transfer of one (rows, cols) tensor of the partition's dtype for each matrix of ``owned``.
         """
         if not self._active:
             return Transfer()
@@ -114,13 +113,13 @@ class Exchange:
 
     @profiled("exchange")
     def scatter(self, outputs: Sequence[Tensor], partition: Tensor, dtype: torch.dtype) -> Transfer:
-        """Start to give every holder its slice of each result.
+        """Start to send every holder its slice of each result.
 
         Args:
-            outputs: one (rows, cols) tensor of ``dtype`` per matrix of ``owned``.
-            partition: (partition_size,) overwritten where this rank holds slices of travelling matrices, in full only
-                after the transfer has been waited for.
-            dtype: of the outputs, and on the wire; the same on every rank.
+            outputs: one (rows, cols) tensor of ``dtype`` for each matrix of ``owned``.
+            partition: (partition_size,) of this rank. Its slices of travelling matrices are overwritten, all of them
+                only after ``wait``.
+            dtype: of ``outputs``, and on the wire; the same on every rank.
         """
         if not self._active:
             return Transfer()
@@ -136,7 +135,7 @@ class Exchange:
         self, packed: Tensor, sent: _Routes, received: _Routes, targets: list[Tensor], tensors: list[Tensor]
     ) -> Transfer:
         self.sent_bytes += packed.nbytes
-        # As bytes, so that every backend carries every dtype.
+        # Sent as bytes, because not every backend carries every dtype.
         item = packed.element_size()
         sizes_in = [item * count for count in sent.counts]
         sizes_out = [item * count for count in received.counts]

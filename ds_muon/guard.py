@@ -1,4 +1,4 @@
-"""What all ranks find of a step: whether it is applied, and what is said of it."""
+"""The decision of all ranks on a step: it is applied, skipped with a warning, or stopped with an error."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from ds_muon.say import log, printable
 
 
 class NonFiniteUpdate(RuntimeError):
-    """Newton-Schulz returned a NaN or an infinity, and ``nan_guard`` or the capture was set to stop for it."""
+    """Newton-Schulz returned a NaN or an infinity, and ``nan_guard`` or the capture is set to stop then."""
 
 
 class SkippedSteps:
-    """Counts the steps skipped for one cause, and warns on rank 0.
+    """Counts the steps skipped for one cause.
 
-    Of the first, second, fourth, eighth, ... only, to keep a log readable, and of how many there were in all at the
-    end: when the optimizer is destroyed, or at the interpreter's exit.
+    Rank 0 warns of the first, second, fourth, eighth, ... only, to keep a log readable. It logs the total when the
+    optimizer is destroyed or the interpreter exits.
     """
 
     def __init__(self, cause: str) -> None:
         self.why = ""
-        """The reason of the last one."""
+        """The reason for the last one."""
         self._tally = {cause: 0}
         self._cause = cause
         self._end = weakref.finalize(self, _say_how_many, self._tally)
@@ -41,14 +41,14 @@ class SkippedSteps:
         return self._tally[self._cause]
 
     def add(self, why: str, *, quiet: bool = False) -> None:
-        """One more step was skipped, for this reason. ``quiet``: somebody else says so."""
+        """Count one more, skipped for this reason. ``quiet``: do not warn."""
         self._tally[self._cause] += 1
         self.why = why
         if not quiet and dist.get_rank() == 0 and self.count & (self.count - 1) == 0:
             log(f"step skipped, no weight moved on any rank: {why} (skipped so far for {self._cause}: {self.count})")
 
     def close(self) -> None:
-        """Say how many there were, if any. Once."""
+        """Log the total, if there were any. Once."""
         self._end()
 
 
@@ -59,38 +59,38 @@ def _say_how_many(tally: dict[str, int]) -> None:
             log(f"steps skipped in all for {cause}: {count}")
 
 
-# What a rank has to say of a step's updates; of all ranks, the largest holds.
+# What a rank finds of a step's updates. The largest of all ranks counts.
 FINITE, NOT_FINITE, CAPTURED = 0, 1, 2
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the gradients say of a step, on the device; the same on every rank.
+    """Whether the gradients allow a step, on the device; the same on every rank.
 
     Attributes:
         squares: (groups,) fp64, sum of squares of each param group's gradient over all ranks.
-        may_move: bool scalar: whether the gradients are finite and AdamW's no spike. Muon's do no harm, however large.
-        moves: for each Muon group (matrices,) bool: whether each of them moves, as it does unless its gradient is zero
-            everywhere, or the step is skipped.
-        known: what the host is to learn of this.
+        may_move: bool scalar: all gradients are finite, the norm of AdamW's is within the threshold, and no rank
+            refuses the step. The size of Muon's does not matter.
+        moves: (matrices,) bool for each Muon group: ``may_move``, and the matrix's gradient is not zero everywhere.
+        for_host: the numbers that the host needs to know.
     """
 
     squares: Tensor
     may_move: Tensor
     moves: tuple[Tensor, ...]
-    known: OnTheirWay
+    for_host: HostCopy
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What the host learns of a step once everything is staged; the same on every rank.
+    """What the host knows of a step once everything is staged; the same on every rank.
 
     Attributes:
         muon, adamw: sum of squares of each param group's gradient over all ranks.
-        may_move: whether the gradients allow the step; the momentum has moved if so.
-        updates: ``FINITE``, ``NOT_FINITE`` or ``CAPTURED``; the first if nobody has looked.
-        stop: whether a rank asks to stop for what it captured in the step before, which ``nan_guard`` "off" applied.
-        refused: whether a rank refuses the step; nothing has moved then.
+        may_move: whether the gradients allow the step. If so, the momentum has moved.
+        updates: ``FINITE``, ``NOT_FINITE`` or ``CAPTURED``; ``FINITE`` with ``nan_guard`` "off".
+        stop: whether a rank asks to stop because of a capture in the step before, which has been applied.
+        refused: whether a rank refuses the step. If so, nothing has moved.
     """
 
     muon: Sequence[float]
@@ -118,25 +118,25 @@ class Findings:
         return self.may_move and self.updates == FINITE and not self.stop
 
 
-class OnTheirWay:
-    """Numbers that are being copied to the host, behind what makes them and nothing that is queued later.
+class HostCopy:
+    """Numbers on their way from the device to the host.
 
     Args:
-        numbers: where they come from.
-        early: whether they start now; else when they are waited for, behind all that is queued until then.
+        numbers: on the device.
+        early: whether the copy is queued now, so that it waits for no later work; else ``wait`` queues it.
     """
 
     def __init__(self, numbers: Tensor, *, early: bool) -> None:
         self.numbers = self._copy = numbers
         self._event: torch.cuda.Event | None = None
         if early and numbers.is_cuda:
-            # Only to pinned memory does a copy not stop the host.
+            # A copy to memory that is not pinned would stop the host.
             self._copy = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
             self._copy.copy_(numbers, non_blocking=True)
             self._event = torch.cuda.current_stream(numbers.device).record_event()
 
     def wait(self) -> list[float]:
-        """The numbers. Blocks the host until they are there."""
+        """The numbers. Blocks the host until they have arrived."""
         if self._event is not None:
             self._event.synchronize()
         found: list[float] = self._copy.tolist()
@@ -144,18 +144,18 @@ class OnTheirWay:
 
 
 class StepGuard:
-    """What all ranks find of a step, and what is done and said about it.
+    """Decides with all ranks whether a step is applied. Warns or raises if not.
 
     Args:
         nan_guard: ``"off"``, ``"skip"`` or ``"raise"``.
         threshold: ``grad_norm_skip_threshold``.
         groups: names of the param groups, Muon's first.
-        capture: saves inputs of updates that are not finite, and may ask to stop for it.
-        process_group: the ranks in which the weights are replicated; all of them must make the same calls.
+        capture: saves the inputs of updates that are not finite, and may ask to stop then.
+        process_group: the ranks that share the weights; all must make the same calls.
 
     Attributes:
-        spikes, bad_gradients, bad_updates: steps skipped, by cause.
-        last: the one of these that the last skipped step belongs to; None before the first.
+        spikes, bad_gradients, bad_updates: skipped steps, by cause.
+        last: the one that counted the last skipped step; None before the first.
     """
 
     def __init__(
@@ -177,35 +177,36 @@ class StepGuard:
         self._process_group = process_group
 
     def measure(self, muon: Sequence[Tensor], adamw: Sequence[Tensor], refuse: bool) -> Verdict:
-        """Bring the sums of squares of all ranks together. A collective; the host does not wait.
+        """Add up the sums of squares of all ranks. A collective; the host does not wait.
 
         Args:
-            muon: for each Muon group, (matrices,) fp64: this rank's part of the sum of squares of each one's gradient.
-            adamw: for each AdamW group, an fp64 scalar: this rank's part of that of the whole group.
+            muon: (matrices,) fp64 for each Muon group: sum of squares over this rank's slice of each gradient.
+            adamw: fp64 scalar for each AdamW group: the same over this rank's partition.
             refuse: whether this rank refuses the step.
         """
-        # For the step before, while the capture still remembers it. With the guard on all ranks have stopped then.
+        # About the step before, which the capture still remembers. With the guard on, all ranks have stopped in it.
         asks = self._capture.stops_training and self._nan_guard == "off"
         counts = [*(len(sums) for sums in muon), *(1 for _ in adamw), 1, 1]
         everything = [*muon, *(total.view(1) for total in adamw)]
         sums = torch.cat([*everything, *(everything[0].new_full((1,), float(one)) for one in (asks, refuse))])
         dist.all_reduce(sums, group=self._process_group)
         by_group = torch.split(sums, counts)
-        # Of each group, and the numbers of ranks that ask to stop and that refuse.
+        # One for each group, then the number of ranks that ask to stop, then the number of ranks that refuse.
         totals = torch.stack([of_group.sum() for of_group in by_group])
         squares = totals[:-2]
         may_move = squares.sum().isfinite() & (totals[-1] == 0)
         if self._threshold is not None:
             may_move &= squares[len(muon) :].sum().sqrt() <= self._threshold
-        # With the guard on the numbers wait for its byte, and travel with it.
-        known = OnTheirWay(torch.cat([totals, may_move.double().view(1)]), early=self._nan_guard == "off")
+        # With the guard on, these numbers reach the host together with its byte.
+        for_host = HostCopy(torch.cat([totals, may_move.double().view(1)]), early=self._nan_guard == "off")
         moves = tuple(of_group.ne(0) & may_move for of_group in by_group[: len(muon)])
-        return Verdict(squares, may_move, moves, known)
+        return Verdict(squares, may_move, moves, for_host)
 
     def decide(self, verdict: Verdict, updates: Sequence[Tensor]) -> Findings:
-        """Agree with all ranks on what was staged: a collective, and the only time in a step that the host waits.
+        """Whether to apply what is staged, the same on every rank. The only time in a step that the host waits.
 
-        With ``nan_guard`` "off" it waits for the gradients' norms only, while the updates may still be in the making.
+        With ``nan_guard`` "off" it waits for the gradients' norms only, while the updates may still be computed. With
+        the guard on, this is a collective.
 
         Args:
             verdict: on the gradients.
@@ -213,10 +214,10 @@ class StepGuard:
         """
         found = float(FINITE)
         if self._nan_guard == "off":
-            *squares, stop, refused, may = verdict.known.wait()
+            *squares, stop, refused, may = verdict.for_host.wait()
         else:
             byte = agree_on_updates(updates, self._capture.stops_training, self._process_group)
-            *squares, stop, refused, may, found = torch.cat([verdict.known.numbers, byte.double()]).tolist()
+            *squares, stop, refused, may, found = torch.cat([verdict.for_host.numbers, byte.double()]).tolist()
         of_muon = len(verdict.moves)
         return Findings(squares[:of_muon], squares[of_muon:], bool(may), int(found), bool(stop), bool(refused))
 
@@ -225,8 +226,8 @@ class StepGuard:
 
         Args:
             findings: of a step that is not applied.
-            bad_updates: of the updates that are not finite, the same words on every rank; "" if there are none.
-            scaler_is_watching: whether a dynamic loss scaler looks for non-finite gradients, and reports them itself.
+            bad_updates: describes the updates that are not finite, in the same words on every rank; "" without any.
+            scaler_is_watching: whether a dynamic loss scaler reports non-finite gradients itself.
 
         Raises:
             NonFiniteUpdate: the same on every rank.
@@ -262,12 +263,12 @@ class StepGuard:
         skipped.add(why, quiet=quiet)
 
     def close(self) -> None:
-        """Say how many steps were skipped."""
+        """Log how many steps were skipped."""
         for skipped in (self.spikes, self.bad_gradients, self.bad_updates):
             skipped.close()
 
     def _evidence(self) -> tuple[str, bool]:
-        """Where the inputs are, and whether any rank captures: the same on every rank. A collective."""
+        """Where the inputs are saved, and whether any rank captures: the same on every rank. A collective."""
         ranks = gather((self._capture.saved, self._capture.is_on), self._process_group)
         saved = [str(path) for of_rank, _ in ranks for path in of_rank]
         captures = any(is_on for _, is_on in ranks)
@@ -279,17 +280,17 @@ class StepGuard:
 
 
 def agree_on_updates(partitions: Sequence[Tensor], captured: bool, process_group: dist.ProcessGroup | None) -> Tensor:
-    """One byte, the same on every rank: whether anything that would be applied is not finite.
+    """One byte, the same on every rank: whether all updates are finite. A collective; the host does not wait.
 
     Args:
         partitions: this rank's staged updates, one flat tensor per Muon group; not modified.
-        captured: whether this rank wants all ranks to stop for what it captured.
+        captured: whether this rank asks to stop because of a capture.
+        process_group: the ranks that share the weights.
 
     Returns:
-        (1,) uint8 on the device: ``FINITE``, ``NOT_FINITE`` or ``CAPTURED``. A collective over the whole group in which
-        the weights are replicated; the host does not wait.
+        (1,) uint8 on the device: ``FINITE``, ``NOT_FINITE`` or ``CAPTURED``.
     """
-    # The largest magnitude keeps a NaN.
+    # A NaN survives in the largest magnitude.
     largest = torch.stack([torch.linalg.vector_norm(partition, ord=float("inf")) for partition in partitions])
     byte = largest.isfinite().all().logical_not().to(torch.uint8).view(1)
     if captured:

@@ -14,7 +14,7 @@ from numbers import Real
 from typing import Any
 
 from ds_muon.config import DSMuonConfig
-from ds_muon.orthogonalize.coefficients import LARGEST
+from ds_muon.dtypes import LARGEST
 from ds_muon.refusals import DSMuonRefusal
 
 # A rate above the first is meant for orthogonalized updates, and one below the second for AdamW.

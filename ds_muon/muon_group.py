@@ -1,4 +1,4 @@
-"""The updates of a Muon param group, from U on: exchange, orthogonalization, NorMuon's rows. Knows no DeepSpeed."""
+"""From U to the updates of a Muon param group: exchange, orthogonalization, NorMuon's rows. Knows no DeepSpeed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from torch import Tensor
 
 from ds_muon.capture import NanCapture
 from ds_muon.exchange import Exchange, Transfer, result_dtype
+from ds_muon.layout import Layout
 from ds_muon.normuon import RowVariance
 from ds_muon.orthogonalize import NewtonSchulz, batches, orthogonalize_batch
 from ds_muon.passes import Segments, Where, store_updates, sum_of_squares
-from ds_muon.plan.partition import GroupPlan, Layout, Matrix
+from ds_muon.plan.partition import GroupPlan, Matrix
 from ds_muon.ranges import profiled
 from ds_muon.update import update_scale
 
@@ -23,12 +24,12 @@ _Indices = list[Sequence[int]]
 
 
 def in_turns(updates: Sequence[Iterator[None]]) -> None:
-    """Run the updates of several groups so that slices of one travel, both ways, while another computes. A collective.
+    """Run the updates of several groups, so that slices of one travel while another computes. A collective.
 
-    No more than two groups are under way at a time, for each holds the matrices that it has gathered.
+    At most two groups hold gathered matrices at a time, because these take memory.
 
     Args:
-        updates: ``MuonGroup.updates`` of each, in the same order on every rank: each goes on three times.
+        updates: ``MuonGroup.updates`` of each group, in the same order on every rank.
     """
     for turn in range(len(updates) + 2):
         for i in (turn, turn - 1, turn - 2):
@@ -37,17 +38,17 @@ def in_turns(updates: Sequence[Iterator[None]]) -> None:
 
 
 class MuonGroup:
-    """One rank's part in the updates of a Muon param group.
+    """The updates of a Muon param group, as one rank computes them.
 
     Args:
         plan: the group's plan, the same on every rank.
-        names: its matrices in the group's own order, in which rows of ``row_variance`` follow.
+        names: its matrices in the group's own order, which is that of the rows of ``row_variance``.
         rank: this rank within ``process_group``.
         process_group: the ranks that share the group; None for the default group.
         settings: of the iteration.
         adjust_lr_fn: see ``update_scale``.
         beta2: NorMuon's; None for plain Muon.
-        capture: saves inputs of what is not finite.
+        capture: saves the inputs of results that are not finite.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class MuonGroup:
             self.row_variance = RowVariance([(name, rows[name]) for name in names], list(rows), beta2, process_group)
         self._matrices = len(plan.matrices)
         self._held = plan.held(rank)
-        # Neighbours in the plan, as they are in the flat buffer.
+        # The matrices in a partition are neighbours in the flat buffer, and so in the plan.
         first = plan.matrices.index(self._held[0][0]) if self._held else 0
         self._here = slice(first, first + len(self._held))
         self._segments: Segments | None = None
@@ -80,7 +81,7 @@ class MuonGroup:
         self._order: tuple[_Indices, _Indices, _Indices] | None = None
 
     def squares(self, partition: Tensor) -> Tensor:
-        """This rank's part of the sum of squares of each of the plan's matrices: (matrices,) fp64 on the device.
+        """For each of the plan's matrices, the sum of squares of this rank's slice: (matrices,) fp64 on the device.
 
         Args:
             partition: (partition_size,) fp32; not modified.
@@ -90,7 +91,7 @@ class MuonGroup:
         return squares
 
     def where(self, partition: Tensor, moves: Tensor) -> Where:
-        """The flags of what lies on this rank's partition, given those of all matrices."""
+        """``moves``, a flag for each of the plan's matrices, cut to those in this rank's partition."""
         return Where(self._segments_of(partition), moves[self._here])
 
     def _segments_of(self, partition: Tensor) -> Segments:
@@ -100,15 +101,15 @@ class MuonGroup:
         return self._segments
 
     def updates(self, partition: Tensor, variance: Tensor | None, moves: Tensor) -> Iterator[None]:
-        """Overwrite U with the update ``s O`` on this rank's partition; padding stays zero. A collective.
+        """Overwrite U with the update ``s O`` in this rank's partition; padding stays zero. A collective.
 
-        Yields where something travels that another group's work can hide: see ``in_turns``. With NorMuon the rows of O
-        are normalized, and their new variances staged, for ``commit``.
+        Yields twice, while slices travel: the work of another group can hide that, see ``in_turns``. With NorMuon,
+        normalizes the rows of O and stages their new variances for ``commit``.
 
         Args:
             partition: (partition_size,) fp32; not to be touched until this has ended.
             variance: (rows, 1) fp32, NorMuon's current state; not modified. None for plain Muon.
-            moves: (matrices,) bool, whether each of the plan's matrices moves; U of one that does not is zero.
+            moves: (matrices,) bool, whether each of the plan's matrices moves. If not, its U is zero.
         """
         held = self._pieces(partition)
         gathering = self.exchange.gather(partition)
@@ -123,7 +124,7 @@ class MuonGroup:
             self._update([inputs[i] for i in indices], len(indices), variance)
         gathering.wait()
         returning = self._update_and_return([[inputs[i] for i in indices] for indices in together], partition, variance)
-        del gathering, inputs  # what was gathered has served
+        del gathering, inputs  # frees the gathered matrices
         for indices in after:
             self._update([whole[i] for i in indices], len(indices), variance)
         yield  # slices of O are on their way to the ranks that hold them
@@ -131,23 +132,23 @@ class MuonGroup:
         returning.wait()
         if self.row_variance is not None:
             self.row_variance.agree()
-        # Scaled by their holders: what travels is what Newton-Schulz returned, in its own dtype.
+        # O travels without its scale: in Newton-Schulz's dtype it is exact. The holders scale it.
         scaled = [(piece, self._scale(matrix)) for matrix, piece in held if matrix.travels]
         if scaled := [(piece, scale) for piece, scale in scaled if scale != 1.0]:
             torch._foreach_mul_([piece for piece, _ in scaled], [scale for _, scale in scaled])
 
     def _batches(self, inputs: _Batch, whole: int) -> tuple[_Indices, _Indices, _Indices]:
-        """See ``in_order``. The same in every step, and work for the host."""
+        """See ``order_batches``. Kept, because it is the same in every step and takes time on the host."""
         if self._order is None:
             layouts = [matrix.layout for matrix, _ in inputs]
-            self._order = in_order([u for _, u in inputs], whole, self._settings, layouts)
+            self._order = order_batches([u for _, u in inputs], whole, self._settings, layouts)
         return self._order
 
     def _update_and_return(self, together: Sequence[_Batch], partition: Tensor, variance: Tensor | None) -> Transfer:
-        """Orthogonalize what has been gathered, and what shares its batches, and start to return the results."""
+        """Orthogonalize the gathered matrices, with those that share their batches, and start to return the results."""
         results: dict[str, Tensor] = {}
         for batch in together:
-            # Those that do not travel come first.
+            # Matrices that do not travel come first.
             count = sum(not matrix.travels for matrix, _ in batch)
             outputs = self._update(batch, count, variance)
             results.update(zip((matrix.name for matrix, _ in batch[count:]), outputs, strict=True))
@@ -155,7 +156,7 @@ class MuonGroup:
         return self.exchange.scatter([results[m.name] for m in self.exchange.owned], partition, dtype)
 
     def _update(self, batch: _Batch, count: int, variance: Tensor | None) -> Sequence[Tensor]:
-        """Overwrite the first ``count`` U of a batch with ``s O``; returns the O of the others, not scaled."""
+        """Overwrite the first ``count`` U of a batch with ``s O``. Return the O of the others, without ``s``."""
         outputs = self.orthogonalize(batch)
         factors = self._factors(batch, outputs, variance)
         targets = [u for _, u in batch]
@@ -166,16 +167,16 @@ class MuonGroup:
         if away is not None:
             store_updates(outputs[count:], targets[count:], factors=away)
             return targets[count:]
-        # Not views of the outputs, which would keep the whole batch alive.
+        # Copies, because views would keep the whole batch alive.
         return outputs[count:].clone(memory_format=torch.contiguous_format).unbind()
 
     def commit(self, variance: Tensor | None) -> None:
-        """Overwrite NorMuon's state with the variances staged last."""
+        """Overwrite NorMuon's state with the staged variances."""
         if self.row_variance is not None and variance is not None:
             self.row_variance.commit(variance)
 
     def nonfinite(self, partition: Tensor) -> list[str]:
-        """The matrices whose update is not finite on this rank's partition. Blocks the host."""
+        """The matrices with a value in this rank's partition that is not finite. Blocks the host."""
         return [matrix.name for matrix, piece in self._pieces(partition) if not piece.isfinite().all()]
 
     def _scale(self, matrix: Matrix) -> float:
@@ -186,7 +187,7 @@ class MuonGroup:
 
     @profiled("newton_schulz")
     def orthogonalize(self, batch: _Batch) -> Tensor:
-        """(batch, rows, cols); saves the inputs of what is not finite, if the capture is on."""
+        """O of a batch: (batch, rows, cols). With the capture on, saves the inputs of results that are not finite."""
         inputs = [u for _, u in batch]
         kept = self._capture.keep(inputs)
         outputs = orthogonalize_batch(inputs, self._settings)
@@ -194,25 +195,26 @@ class MuonGroup:
         return outputs
 
     def _factors(self, batch: _Batch, outputs: Tensor, variance: Tensor | None) -> Tensor | None:
-        """What the outputs are multiplied with, see ``advance_row_variance``; None for plain Muon."""
+        """NorMuon's factors for the rows of the outputs, see ``advance_row_variance``; None for plain Muon."""
         if self.row_variance is None or variance is None:
             return None
         return self.row_variance.factors(variance, [matrix.name for matrix, _ in batch], outputs, batch[0][0].layout)
 
 
-def in_order(
+def order_batches(
     matrices: Sequence[Tensor], whole: int, settings: NewtonSchulz, layouts: Sequence[Layout] = ()
 ) -> tuple[_Indices, _Indices, _Indices]:
-    """The batches that a rank runs, as indices: before the matrices that travel have arrived, with them, and after.
+    """The batches that a rank runs, as indices: before the gathered matrices arrive, with them, and after.
 
-    Some that do not travel share a batch with those of their shape that do, for larger batches are faster; but not
-    where most of the work would wait. Of what need not wait, half is left for while results travel back.
+    A matrix that does not travel shares a batch with gathered ones of its shape, because larger batches are faster. But
+    none does if most of the work would then have to wait. Of the batches that need not wait, the first half runs while
+    matrices are gathered, the rest while results travel back.
 
     Args:
-        matrices: (rows, cols) each; those that travel come last.
-        whole: how many do not.
+        matrices: (rows, cols) each; the gathered ones come last.
+        whole: how many do not travel.
         settings: of the iteration.
-        layouts: of each matrix; all "out_in" by default. A batch is of one: scale and NorMuon's rows depend on it.
+        layouts: of each matrix; all "out_in" by default. A batch has one layout: scale and NorMuon's rows depend on it.
     """
     in_out = {i for i, layout in enumerate(layouts) if layout == "in_out"}
     shapes = [matrix.shape for matrix in matrices]

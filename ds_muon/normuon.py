@@ -1,6 +1,6 @@
 """NorMuon's second moments: one number per row of every matrix, the same on every rank.
 
-Rows are outputs: of a matrix that is stored in x out, its columns.
+Rows are outputs. A matrix that is stored in x out has them as columns.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_muon.plan.partition import Layout
+from ds_muon.layout import Layout
 from ds_muon.update import advance_row_variance
 
 
 class RowVariance:
     """Where the rows of one param group's matrices lie in its ``row_variance``, and the moments that a step stages.
 
-    A row's moment is advanced by the rank that orthogonalizes its matrix. So few numbers are worth keeping whole on
-    every rank: they outlast any partition. A step calls ``begin``, ``factors`` for each batch of a rank's matrices,
-    ``agree`` on every rank, and ``commit``, unless it is skipped.
+    The rank that orthogonalizes a matrix advances the moments of its rows. Moments are few, so every rank keeps them
+    all, and the partition does not matter. A step calls ``begin``, ``factors`` for each batch of a rank's matrices,
+    ``agree`` on every rank, and ``commit`` unless it is skipped.
 
     Args:
-        rows: name and number of rows of every matrix of the group, in the group's order.
+        rows: name and number of rows of each matrix of the group, in the group's order.
         plan_order: the same names in the order of the plan's matrices.
         beta2: weight of the past.
         process_group: the ranks that share the group.
@@ -53,11 +53,11 @@ class RowVariance:
             start += count
 
     def begin(self, variance: Tensor, moves: Tensor) -> None:
-        """Stage zeros, so that a sum over ranks brings together what each one stages.
+        """Stage zeros, so that ``agree`` can add up what each rank stages.
 
         Args:
             variance: (rows, 1) fp32, the current moments of the group; not modified.
-            moves: bool, whether each of the plan's matrices moves; the rows of one that does not keep their moments.
+            moves: (matrices,) bool, whether each of the plan's matrices moves. If not, its rows keep their moments.
         """
         if self._staged.shape != variance.shape or self._staged.device != variance.device:
             self._staged = torch.empty_like(variance)
@@ -70,12 +70,12 @@ class RowVariance:
         return variance.view(-1).narrow(0, *self._rows[name])
 
     def factors(self, variance: Tensor, names: Sequence[str], orthogonal: Tensor, layout: Layout) -> Tensor:
-        """Stage the moments of some matrices and return the factor of each row.
+        """Stage the moments of one batch of matrices and return the factor of each row.
 
         Args:
             variance: (rows, 1) fp32, the current moments of the group; not modified.
             names: the matrices, all of one shape and layout.
-            orthogonal: (len(names), rows, cols) as they are stored, any float dtype; not modified.
+            orthogonal: (len(names), rows, cols) as stored, any float dtype; not modified.
             layout: of the matrices.
 
         Returns:
@@ -88,15 +88,15 @@ class RowVariance:
         return factors
 
     def agree(self) -> None:
-        """Bring the staged moments of all ranks together. A collective, and exact: one rank stages a row."""
+        """Add up the staged moments of all ranks. A collective; exact, because only one rank stages a row."""
         dist.all_reduce(self._staged, group=self._process_group)
 
     def commit(self, variance: Tensor) -> None:
-        """Overwrite the current moments with the staged ones, of what moves."""
+        """Overwrite the current moments of all matrices that move with the staged ones."""
         torch.where(self._moves, self._staged, variance, out=variance)
 
     def _indices(self, names: tuple[str, ...], device: torch.device) -> Tensor:
-        """Where the rows of some matrices lie: (len(names), rows) int64. Kept, for the same batches come every step."""
+        """Where the rows of a batch lie: (len(names), rows) int64. Kept, because every step has the same batches."""
         if names not in self._where:
             starts = torch.tensor([self._rows[name][0] for name in names], dtype=torch.int64, device="cpu")
             rows = torch.arange(self._rows[names[0]][1], dtype=torch.int64, device="cpu")

@@ -18,8 +18,8 @@ from ds_muon.passes import Where, advance_momentum_, apply_update_
 from ds_muon.routing import Routing
 
 LARGEST_IN_LIST = 2**30
-"""Elements of a tensor in one of torch's operations on lists, its fused AdamW among them: before torch 2.8 those count
-in 32 bits, and go wrong without a word."""
+"""Most elements of a tensor in torch's operations on lists (``_foreach_*``, fused AdamW). Before torch 2.8 these count
+in 32 bits, and silently go wrong above."""
 
 CUT_STATE = frozenset({"momentum_buffer", "exp_avg", "exp_avg_sq"})
 """State with a number for each element of the flat partition; the other is the same on every rank."""
@@ -31,17 +31,16 @@ ORIGIN = ("name", "user_group")
 class DSMuon(Optimizer):
     """Muon for matrices, AdamW for the rest, on ZeRO's flat partitions.
 
-    ZeRO replaces the parameters of every group with this rank's piece of the group's flat fp32 weights, so all state
-    is one flat tensor per group: ``momentum_buffer`` for Muon; ``exp_avg``, ``exp_avg_sq`` and ``step`` for AdamW, with
-    the arithmetic of ``torch.optim.AdamW`` (fused where torch has it for the device). With NorMuon there is also
-    ``row_variance``, which is not cut: one number per row of the group's matrices, the same on every rank.
+    DeepSpeed makes it from ``"optimizer": {"type": "DSMuon"}``. ZeRO replaces the parameters of every group with this
+    rank's partition of the group's flat fp32 weights. So state is flat as well, one tensor of each kind per group:
+    ``momentum_buffer`` for Muon; ``exp_avg``, ``exp_avg_sq`` and ``step`` for AdamW, with the arithmetic of
+    ``torch.optim.AdamW`` (fused on accelerators that have it). NorMuon also has ``row_variance``, one number per row of
+    the group's matrices. It is not partitioned, but the same on every rank.
 
     Args:
-        param_groups: as ``param_groups.split_param_groups`` makes them: Muon groups first, each with ``use_muon``.
+        param_groups: from ``param_groups.split_param_groups``: Muon groups first, each group with ``use_muon``.
         config: the validated ``optimizer.params`` of the DeepSpeed config.
-        routing: which half every parameter went to, and why.
-
-    Made by DeepSpeed from ``"optimizer": {"type": "DSMuon"}``, never by hand.
+        routing: Muon or AdamW for every parameter, and why.
 
     Raises:
         TypeError: it was made by hand.
@@ -65,7 +64,7 @@ class DSMuon(Optimizer):
         self._has_all_groups = True
         self.config = config
         self.routing = routing
-        # Kept apart from the groups, in which schedulers and checkpoints write.
+        # Kept apart from the groups, because schedulers and checkpoints write to those.
         self.configured_rates = tuple(
             GroupRate(group["lr"], group["use_muon"], group.get("user_group", 0)) for group in self.param_groups
         )
@@ -73,10 +72,10 @@ class DSMuon(Optimizer):
         self._where: dict[int, Where] = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """For the constructor only.
+        """Serves the constructor only.
 
         Raises:
-            RuntimeError: any other call.
+            RuntimeError: it is called later.
         """
         if self._has_all_groups:
             raise RuntimeError(
@@ -93,11 +92,11 @@ class DSMuon(Optimizer):
     def init_state(self, rows: Sequence[int]) -> None:
         """Allocate all state as zeros, once the groups hold their flat partitions.
 
-        Args:
-            rows: of all matrices together, counted as outputs, per Muon group.
+        ZeRO links state tensors to model parameters only once. So they exist before the first step, and from then on
+        are written in place.
 
-        ZeRO links state tensors to model parameters only once, so they must exist before the first step and be
-        written in place ever after.
+        Args:
+            rows: for each Muon group, the number of rows (outputs) of all its matrices.
         """
         for i, group in enumerate(self.param_groups):
             for p in group["params"]:
@@ -105,7 +104,7 @@ class DSMuon(Optimizer):
                     dtype = DTYPES[self.config.momentum_dtype]
                     self.state[p] = {"momentum_buffer": torch.zeros_like(p, dtype=dtype, requires_grad=False)}
                     if self.config.variant == "normuon":
-                        # A column: ZeRO takes state of the flat partition's own shape for a piece of the parameters.
+                        # A column, because ZeRO takes state of the partition's own shape to be partitioned.
                         self.state[p]["row_variance"] = torch.zeros((rows[i], 1), dtype=torch.float32, device=p.device)
                 else:
                     self.state[p] = {
@@ -118,7 +117,7 @@ class DSMuon(Optimizer):
             self._set_implementation()
 
     def _set_implementation(self) -> None:
-        """Give AdamW's groups what torch's AdamW reads of them beside DSMuon's own settings."""
+        """Give AdamW's groups the keys that torch's AdamW reads and DSMuon does not set."""
         if self._adamw is not None:
             others = {key: value for key, value in self._adamw.defaults.items() if key not in GROUP_KEYS}
             for group in self.adamw_groups:
@@ -137,19 +136,19 @@ class DSMuon(Optimizer):
         return variance
 
     def momentum_error(self) -> str | None:
-        """Why a group cannot run at its momentum, which a scheduler may have changed; None if all can."""
+        """Why a group cannot run at its momentum, which a scheduler may have changed. None if all can."""
         for group in self.param_groups:
             if problem := self.config.momentum_problem(group.get("momentum", 0.0)):
                 return f"param group {group['name']!r} has momentum = {group['momentum']:g}: {problem}"
         return None
 
     def advance_momentum_(self, group_index: int, gradient: Tensor, where: Where) -> None:
-        """Move the momentum of a Muon group by one averaged, unscaled gradient and turn the gradient into U in place.
+        """Advance the momentum of a Muon group by one averaged, unscaled gradient.
 
         Args:
             group_index: a Muon group.
-            gradient: (partition_size,) fp32; overwritten.
-            where: which of the partition's matrices move, in momentum now and in weight in ``step``.
+            gradient: (partition_size,) fp32; overwritten with U.
+            where: which of the partition's matrices move: their momentum now, their weight in ``step``.
         """
         self._where[group_index] = where
         group = self.param_groups[group_index]
@@ -158,10 +157,10 @@ class DSMuon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Apply what has been staged in ``.grad``: the update ``s O`` of Muon groups, the gradient of AdamW groups.
+        """Apply what is staged in ``.grad``: the update ``s O`` of Muon groups, the gradient of AdamW groups.
 
-        Moves every group that has a ``.grad``, of Muon's the matrices that move. The ``.grad`` of Muon groups is used
-        up.
+        A Muon group without ``.grad`` stays as it is, and so does a matrix that ``advance_momentum_`` has not moved.
+        The ``.grad`` of Muon groups is overwritten.
 
         Raises:
             ValueError: a closure was given.
@@ -182,10 +181,10 @@ class DSMuon(Optimizer):
             self._adamw.step()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load in place: the tensors that ZeRO has linked to parameters stay the ones in use.
+        """Load in place, because ZeRO has linked the state tensors to parameters.
 
         Raises:
-            ValueError: the state in ``state_dict`` is another optimizer's or variant's. Nothing has been loaded then.
+            ValueError: ``state_dict`` is another optimizer's or variant's. Nothing has been loaded then.
         """
         if difference := self.state_difference(state_dict):
             raise ValueError(f"the state is not that of this optimizer: {difference}")
@@ -223,7 +222,7 @@ _Saved = Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
 
 
 def _differences(saved: _Saved, ours: _Saved) -> Iterator[str]:
-    """What of the ``saved`` groups and states, one of each per flat parameter, cannot be loaded as ``ours``."""
+    """Why ``saved`` cannot be loaded as ``ours``: pairs of a param group and the state of its flat parameter."""
     if len(saved) != len(ours):
         yield f"it has {len(saved)} param groups, this optimizer has {len(ours)}"
     for (saved_group, theirs), (group, mine) in zip(saved, ours, strict=False):
@@ -257,10 +256,10 @@ def state_differences(
 def _in_pieces(
     groups: Sequence[dict[str, Any]], state: Mapping[Tensor, dict[str, Tensor]]
 ) -> tuple[list[dict[str, Any]], defaultdict[Tensor, dict[str, Tensor]]]:
-    """AdamW's groups and their state in views of ``LARGEST_IN_LIST`` elements at most.
+    """AdamW's groups and their state, as views of at most ``LARGEST_IN_LIST`` elements.
 
-    AdamW is elementwise, so pieces get the bits of the whole. They advance one ``step`` between them: the first has the
-    group's own, the others a copy.
+    AdamW is elementwise, so the views get the bits of the whole. The group's ``step`` must advance once: the first view
+    has it, the others have copies.
     """
     new_groups: list[dict[str, Any]] = []
     new_state: defaultdict[Tensor, dict[str, Tensor]] = defaultdict(dict)
@@ -279,7 +278,7 @@ def _in_pieces(
 
 
 def _adamw_of(groups: list[dict[str, Any]]) -> torch.optim.AdamW:
-    # On a CPU the fused one rounds the head and the tail of a tensor otherwise: weights would depend on the partition.
+    # On a CPU, fused AdamW rounds the ends of a tensor unlike its body: weights would depend on the partition.
     if all(p.device.type != "cpu" for group in groups for p in group["params"]):
         try:
             return torch.optim.AdamW(groups, fused=True)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ds_muon.config import DSMuonConfig, DSMuonConfigError
-from ds_muon.orthogonalize.coefficients import LARGEST
+from ds_muon.dtypes import LARGEST
 from ds_muon.routing import Half, Routing, RoutingError, check_matches, first_match
 
 # What a param group may set for itself; the other keys of the config hold for the whole optimizer.

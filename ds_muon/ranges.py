@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 
 def profiled(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Make every call a range of the name ``ds_muon::<name>`` while the profiler runs, and cost nothing otherwise.
+    """Make every call a range ``ds_muon::<name>`` while the profiler runs.
 
-    ``record_function`` alone takes time of the host in every call, whether anybody looks or not.
+    While it does not, a call costs nothing more; ``record_function`` would take time of the host in every call.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:

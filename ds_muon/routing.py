@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ds_muon.plan.partition import Layout
+from ds_muon.layout import Layout
 from ds_muon.roles import (
     EMBEDDINGS,
     FLAT_STACK,

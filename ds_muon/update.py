@@ -1,4 +1,4 @@
-"""The update rule of one Muon matrix, as pure functions of tensors.
+"""The update rule of one Muon matrix, as functions of tensors.
 
     M <- M + (1 - momentum) (G - M)
     U  = G + momentum (M - G)  if nesterov else M
@@ -26,18 +26,18 @@ import torch
 from torch import Tensor
 
 from ds_muon.dtypes import name_of
+from ds_muon.layout import Layout, out_and_in
 from ds_muon.orthogonalize import NewtonSchulz, orthogonalize
 from ds_muon.orthogonalize.defaults import NS_BACKEND, NS_COEFFICIENTS, NS_DTYPE, NS_EPS, NS_METHOD, NS_STEPS
 from ds_muon.passes import advance_momentum_, store_updates
-from ds_muon.plan.partition import Layout, out_and_in
 
-# Guards the division by the root of a row's second moment, which is zero for a row that never had a gradient. O is the
-# same for any scale of the gradient, so this number breaks no scale invariance.
+# Guards the division by the root of a row's second moment, which is zero for a row that never had a gradient. O does
+# not depend on the scale of the gradient, so this number breaks no scale invariance.
 ROW_EPS = 1e-10
 
 
 def update_scale(adjust_lr_fn: str, rows: int, cols: int) -> float:
-    """``s(rows, cols)``: the factor between an orthogonalized matrix and the update, by ``torch.optim.Muon``'s names.
+    """``s(rows, cols)``: the factor from an orthogonalized matrix to the update, named as in ``torch.optim.Muon``.
 
     Rows are outputs and columns inputs, however the matrix is stored.
 
@@ -56,29 +56,29 @@ def update_scale(adjust_lr_fn: str, rows: int, cols: int) -> float:
 def advance_row_variance(
     orthogonal: Tensor, row_variance: Tensor, *, beta2: float, layout: Layout = "out_in"
 ) -> tuple[Tensor, Tensor]:
-    """NorMuon's second moments of the rows after one step, and the factor that each row of O gets by them.
+    """NorMuon's second moments of the rows after one step, and the factor that each row of O gets from them.
 
     Args:
         orthogonal: (batch, rows, cols), any float dtype; not modified.
         row_variance: (batch, rows) fp32; not modified.
         beta2: weight of the past, in [0, 1).
-        layout: of the matrices; of those that are stored "in_out" the columns stand for the rows.
+        layout: of the matrices. With "in_out", columns take the place of rows.
 
     Returns:
-        The new ``row_variance``, and the factors, (batch, rows, 1) fp32, or (batch, 1, cols) of the columns. Zeros stay
-        zeros.
+        The new ``row_variance``, and the factors: (batch, rows, 1) fp32, or (batch, 1, cols) with "in_out". A zero
+        matrix gets zeros.
     """
     if layout == "in_out":
         advanced, factors = advance_row_variance(orthogonal.mT, row_variance, beta2=beta2)
         return advanced, factors.mT
     _, rows, cols = orthogonal.shape
-    # One matrix at a time: in a batch, the order of summation might be another.
+    # One matrix at a time, because a batch might be summed in another order.
     norms = [torch.linalg.vector_norm(matrix, dim=-1, dtype=torch.float32) for matrix in orthogonal]
     squares = torch.stack(norms).to(torch.float64).square_()
     advanced = (row_variance.to(torch.float64) * beta2).add_(squares / max(cols, 1), alpha=1 - beta2).to(torch.float32)
     root = advanced.to(torch.float64).sqrt_().add_(ROW_EPS)
     norm = (squares / root.square()).sum(dim=-1, keepdim=True).sqrt_()
-    # What is not finite stays so: it must not pass for a zero.
+    # A NaN stays a NaN: it must not pass for zero.
     factors = torch.where(norm == 0, 0, math.sqrt(min(rows, cols)) / (root * norm))
     return advanced, factors.to(torch.float32).unsqueeze(-1)
 
@@ -107,14 +107,14 @@ def muon_update(
         grad: (rows, cols) full, averaged, unscaled gradient, any float dtype; not modified.
         momentum_buffer: (rows, cols) fp32 or bf16, contiguous; advanced in place.
         momentum, nesterov, adjust_lr_fn, ns_*: as in the optimizer's config.
-        row_variance: one number for each output, (rows,) or if ``layout`` is "in_out" (cols,), fp32, advanced in place;
-            given, the update is NorMuon's.
+        row_variance: makes the update NorMuon's: one number for each output, (rows,), or (cols,) if ``layout`` is
+            "in_out", fp32; advanced in place.
         beta2: NorMuon's weight of the past, in [0, 1); 0.95 by default.
         layout: "out_in" for a weight as nn.Linear stores it, "in_out" for one as transformers' Conv1D does.
 
     Returns:
-        ``s * O``, (rows, cols) fp32. Zeros if the gradient is zero everywhere: buffer and ``row_variance`` then stay as
-        they are, and the weight is not to be decayed either.
+        ``s * O``, (rows, cols) fp32. Zeros if the gradient is zero everywhere: ``momentum_buffer`` and ``row_variance``
+        then stay as they are, and the caller must not decay the weight.
 
     Raises:
         ValueError: a gradient that is not a matrix of floats; a buffer that does not fit it in shape, dtype, device or
@@ -166,7 +166,7 @@ def muon_update(
     )
     scale = update_scale(adjust_lr_fn, rows, cols)
     direction = grad.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-    # A NaN is no zero.
+    # A NaN counts as not zero.
     moves = direction.any()
     advance_momentum_(direction, momentum_buffer, momentum=momentum, nesterov=nesterov, where=moves)
     (output,) = orthogonalize([direction], settings)

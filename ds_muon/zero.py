@@ -1,16 +1,16 @@
-"""The ZeRO-1/2 wrapper: DeepSpeed's own partitioning and reduction, with a step that is all or nothing.
+"""DeepSpeed's ZeRO-1/2 optimizer, with a step that is all or nothing. Partitioning and reduction stay DeepSpeed's own.
 
-DeepSpeed steps one param group after another. Here a step has five phases, each over all groups, and each a range of
-torch's profiler: ``take_gradients``, ``measure``, ``stage``, ``decide``, ``commit``. Until the last, no weight, no
-AdamW state and no variance has moved; the momentum has, unless the gradients forbid it.
+A step has five phases: ``take_gradients``, ``measure``, ``stage``, ``decide``, ``commit``. Each runs over all param
+groups and is a range in torch's profiler. ``stage`` moves the momentum, unless the gradients forbid the step. Only
+``commit`` moves weights, AdamW's state and NorMuon's variances.
 
-The host waits for the device once, to decide: for the norms of the gradients or, with ``nan_guard``, for the byte that
-says whether the updates are finite. Everything before it is queued without knowing, and with ``nan_guard`` "off" what
-comes after it is queued while Newton-Schulz still runs.
+The host waits for the device once, in ``decide``: for the norms of the gradients and, with ``nan_guard`` on, for the
+byte that says whether all updates are finite. The phases before are queued without knowing the outcome. With
+``nan_guard`` "off", ``commit`` is queued while Newton-Schulz still runs.
 
 The files of a step, in reading order: this one; ``guard`` (measure, decide); ``optimizer`` (momentum, commit);
 ``update`` and ``normuon`` (the rule); ``muon_group`` (stage), on ``plan/partition`` and ``plan/owners`` (who holds, who
-owns, what moves), ``exchange`` (slices there and back) and ``orthogonalize`` (its entry, then ``newton_schulz``).
+owns, what travels), ``exchange`` (slices there and back) and ``orthogonalize`` (its entry, then ``newton_schulz``).
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from ds_muon.checkpoint import LAYOUT, SHARD, Found, Save, description, layout
 from ds_muon.dtypes import name_of
 from ds_muon.exchange import element_bytes
 from ds_muon.guard import FINITE, Findings, StepGuard, Verdict
+from ds_muon.layout import out_and_in
 from ds_muon.muon_group import MuonGroup, in_turns
 from ds_muon.optimizer import CUT_STATE, LARGEST_IN_LIST, DSMuon
 from ds_muon.orthogonalize import release
 from ds_muon.passes import sum_of_squares
-from ds_muon.plan.partition import Plan, flat_layout, make_plan, out_and_in
+from ds_muon.plan.partition import Plan, flat_layout, make_plan
 from ds_muon.ranges import profiled
 from ds_muon.refusals import NO_GRADIENTS, SUPPORTED_DEEPSPEED, DSMuonRefusal, nothing_to_step_on, step_refusal
 from ds_muon.say import printable
@@ -44,15 +45,15 @@ if TYPE_CHECKING:
 
 
 class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
-    """``DeepSpeedZeroOptimizer`` with DSMuon's step. Built by the engine, with the arguments of its base class.
+    """``DeepSpeedZeroOptimizer`` with DSMuon's step. The engine builds it with the arguments of the base class.
 
     Attributes:
-        plan: who holds, who owns and what moves, for the Muon groups (which are the first ones).
-        training_check: of ``verify_every``, whose steps it stands around; None without. Set by who builds the engine.
+        plan: who holds and who owns each Muon matrix. Muon's param groups are the first ones.
+        training_check: checks every ``verify_every``-th step from around it. ``registration`` sets it; else None.
         muon_groups: one per Muon param group.
-        guard: counts the steps that were skipped.
-        steps: how often ``step`` was called in this process, skipped steps included.
-        save: the save that is under way, which its shards name. Set by who saves.
+        guard: counts the skipped steps.
+        steps: calls of ``step`` in this process, skipped steps included.
+        save: the ``save_checkpoint`` under way, which shards name. ``registration`` sets it; else None.
     """
 
     def __init__(self, init_optimizer: DSMuon, param_names: dict[Tensor, str], *args: Any, **kwargs: Any) -> None:
@@ -99,7 +100,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         super().destroy()
 
     def _shapes(self, group_index: int) -> list[tuple[str, tuple[int, int]]]:
-        """Name and shape of a Muon group's matrices, in the group's order."""
+        """Name and shape of each matrix of a Muon group, in the group's order."""
         return [(self.param_names[p], tuple(p.shape)) for p in self.bit16_groups[group_index]]
 
     def _make_plan(self) -> Plan:
@@ -122,8 +123,8 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
                 or self.partition_size[i] != layout.partition_size
             ):
                 raise RuntimeError(
-                    f"this DeepSpeed ({deepspeed_zero.version}) lays out param group {i} otherwise than ds_muon "
-                    f"expects; install deepspeed {SUPPORTED_DEEPSPEED}"
+                    f"this DeepSpeed ({deepspeed_zero.version}) does not lay out param group {i} as ds_muon expects; "
+                    f"install deepspeed {SUPPORTED_DEEPSPEED}"
                 )
             layouts.append(layout)
         normuon = self.optimizer.config.variant == "normuon"
@@ -137,23 +138,23 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused, by the optimizer."""
+        """Refused: see ``DSMuon.add_param_group``."""
         self.optimizer.add_param_group(param_group)
 
     # ---- gradients, as DeepSpeed's reduction leaves them --------------------------------------------------------
 
     def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
-        """DeepSpeed's, which ``engine.step`` calls at stage 1 where the script accumulates gradients itself."""
+        """DeepSpeed's own, refused without gradients. At ZeRO-1 ``engine.step`` calls it if the script accumulates."""
         self._refuse_without_backward()
         super().reduce_gradients(pipeline_parallel=pipeline_parallel)
 
     def finalize_gradient_accumulation_boundary(self) -> None:
-        """The same at stage 2."""
+        """The same at ZeRO-2."""
         self._refuse_without_backward()
         super().finalize_gradient_accumulation_boundary()
 
     def _refuse_without_backward(self) -> None:
-        # Counted up by the hooks of the parameters, set back by the step. At stage 1 there may be no hooks.
+        # Hooks of the parameters count micro_step_id up; the step sets it back. At ZeRO-1 there may be no hooks.
         if self.micro_step_id == deepspeed_zero.INITIAL_MICRO_STEP_ID and all(
             self.get_gradient_for_reduction(p) is None for group in self.bit16_groups for p in group
         ):
@@ -169,9 +170,9 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         param_group_idx: int,
         return_tensor_list: bool = False,
     ) -> Any:
-        """This rank's fragments of the averaged gradients, in flat order, gaps filled with zeros.
+        """This rank's fragments of the averaged gradients, in flat order, with zeros in the gaps.
 
-        DeepSpeed's method of this name also runs its own Muon on parameters tagged ``use_muon``; this one never does.
+        DeepSpeed's method of this name also runs its own Muon on parameters tagged ``use_muon``. This one never does.
         """
         starts = self.grad_start_offset[param_group_idx][self._partition_id(param_group_idx)]
         targets = self.grad_partition_insertion_offset[param_group_idx][self._partition_id(param_group_idx)]
@@ -198,7 +199,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         return dist.get_rank(self.real_dp_process_group[group_index])
 
     def _is_muon_group(self, tensor_list: list[Tensor]) -> bool:
-        """Never DeepSpeed's own Muon, whatever tags the parameters carry."""
+        """False: DeepSpeed's own Muon never runs, whatever tags the parameters carry."""
         return False
 
     # ---- the step -----------------------------------------------------------------------------------------------
@@ -207,13 +208,13 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
     def step(self, closure: Any = None) -> None:
         """One optimizer step over all groups, or none: see the module's docstring.
 
-        ``self.overflow`` says afterwards that no weight moved; the engine then counts a skipped step and holds the
-        learning rate schedule.
+        Afterwards ``self.overflow`` says whether the step was skipped. If so, the engine counts a skipped step and
+        holds the learning rate schedule.
 
         Raises:
-            DSMuonRefusal: there is nothing to step on, or what a script did meanwhile forbids it. Nothing has moved.
-            NonFiniteUpdate: on every rank, where ``nan_guard`` is "raise" and an update is not finite, or where the
-                capture has seen one on any rank: in the same step, or, where ``nan_guard`` is "off", in the next.
+            DSMuonRefusal: there are no gradients, or the script has done what forbids a step. Nothing has moved.
+            NonFiniteUpdate: on every rank. An update is not finite, and ``nan_guard`` is "raise" or a rank has captured
+                the input. With ``nan_guard`` "off", a capture raises in the next step.
         """
         if refusal := nothing_to_step_on(self):
             raise DSMuonRefusal(refusal)
@@ -233,7 +234,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
             findings = self.decide(gradients, verdict)
             if findings.refused:
                 raise_together(None if refusal is None else DSMuonRefusal(refusal), self.dp_process_group)
-            # Neither a spike nor a bad kernel says anything of the loss scale.
+            # A spike or a bad kernel says nothing about the loss scale.
             self._update_scale(not findings.gradients_are_finite)
             self._global_grad_norm = self._on_device(findings.norm) if self.compute_grad_norm else None
             self.overflow = not findings.allow_the_step
@@ -248,9 +249,9 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
 
     @profiled("take_gradients")
     def take_gradients(self) -> list[Tensor]:
-        """The averaged, unscaled gradients: for each param group (partition_size,) fp32, free to be overwritten.
+        """The averaged, unscaled gradients: (partition_size,) fp32 for each param group, free to be overwritten.
 
-        Frees what DeepSpeed kept of them.
+        Releases DeepSpeed's own gradient buffers.
         """
         return [self._take_gradient(i) for i in range(len(self.bit16_groups))]
 
@@ -262,7 +263,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
             pieces = [fragment.reshape(-1) for fragment in fragments]
             if gradient.numel() > LARGEST_IN_LIST:
                 pieces = [part for piece in pieces for part in torch.split(piece, LARGEST_IN_LIST)]
-            # torch.cat takes twice as long where it converts: 72 of 2048 x 2048 in bf16, H200: 1.16 ms, not 0.56.
+            # torch.cat takes twice as long where it converts: 1.16 ms, not 0.56, for 72 of 2048 x 2048 in bf16 on H200.
             torch._foreach_copy_(torch.split(gradient, [piece.numel() for piece in pieces]), pieces)
         self._release_preflattened_grad_buffers(group_index)
         self.averaged_gradients[group_index] = None
@@ -272,10 +273,10 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
 
     @profiled("measure")
     def measure(self, gradients: Sequence[Tensor], refuse: bool) -> Verdict:
-        """What the gradients of all ranks say of the step; they are not modified. A collective.
+        """Whether the gradients of all ranks allow the step, and which matrices move. A collective.
 
         Args:
-            gradients: as ``take_gradients`` returns them.
+            gradients: as ``take_gradients`` returns them; not modified.
             refuse: whether this rank refuses the step.
         """
         of_muon, of_adamw = gradients[: len(self.muon_groups)], gradients[len(self.muon_groups) :]
@@ -284,8 +285,8 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
 
     @profiled("stage")
     def stage(self, gradients: Sequence[Tensor], verdict: Verdict) -> None:
-        """Turn every Muon gradient, in place, into what ``DSMuon.step`` applies; AdamW's is that already."""
-        # A step that the gradients forbid has nothing to show.
+        """Move the momentum and turn Muon's gradients, in place, into updates ``s O``; AdamW's stay. A collective."""
+        # Nothing is captured in a step that the gradients forbid.
         self._capture.start_step(self.steps, verdict.may_move)
         in_turns([self._updates(i, gradients[i], verdict.moves[i]) for i in range(len(self.muon_groups))])
 
@@ -296,14 +297,14 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
 
     @profiled("decide")
     def decide(self, gradients: Sequence[Tensor], verdict: Verdict) -> Findings:
-        """Agree with all ranks on what is staged. A collective; the only time in a step that the host waits."""
+        """Decide with all ranks whether to commit; the host waits. A collective if ``nan_guard`` is on."""
         return self.guard.decide(verdict, gradients[: len(self.muon_groups)])
 
     @profiled("commit")
     def commit(self, gradients: Sequence[Tensor], findings: Findings) -> None:
-        """Apply all that is staged: to the fp32 weights, AdamW's state and NorMuon's variances.
+        """Apply what is staged to the fp32 weights, AdamW's state and NorMuon's variances.
 
-        ``gradient_clipping`` scales AdamW's gradients, in place, never Muon's: see docs/how-it-works.md.
+        ``gradient_clipping`` scales AdamW's gradients, in place, and never Muon's: see docs/how-it-works.md.
         """
         if (clip := self._adamw_clip(findings)) < 1:
             for gradient in gradients[len(self.muon_groups) :]:
@@ -324,13 +325,13 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         return min(1.0, float(self.clip_grad) / (norm + 1e-6))
 
     def _bind_model(self, *, keep: bool = False) -> None:
-        """Make every parameter a view of the flat 16-bit weights again, wherever a script gave it other storage.
+        """Make every parameter a view of the flat 16-bit weights again, if a script has given it other storage.
 
-        What does that: ``p.data = ...``, ``module.float()``, ``module.cpu()``, ``flatten_parameters`` of an RNN. The
-        others are left alone, at two microseconds of the host each.
+        ``p.data = ...``, ``module.float()``, ``module.cpu()`` and an RNN's ``flatten_parameters`` do that. Looking at
+        a parameter costs the host two microseconds.
 
         Args:
-            keep: whether the flat weights take in what the model holds; else the model takes in what they hold.
+            keep: whether such a parameter's values survive; else it gets those of the flat weights.
         """
         groups = (self.bit16_groups_flat, self.round_robin_bit16_groups, self.round_robin_bit16_offsets)
         for flat, params, offsets, metas in zip(*groups, self.round_robin_bit16_meta, strict=True):
@@ -348,11 +349,11 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
                     p.data = weight
 
     def _on_device(self, number: float) -> Tensor:
-        """A number that the host knows, as a 0-d fp32 tensor. Not ``torch.tensor``, which waits for the device."""
+        """``number`` as a 0-d fp32 tensor. ``torch.tensor`` would wait for the device."""
         return torch.full((), number, dtype=torch.float64, device=self.device).float()
 
     def _describe_bad_updates(self, gradients: Sequence[Tensor]) -> str:
-        """What all ranks found not to be finite. A collective; blocks the host."""
+        """The matrices whose updates are not finite on any rank, and the cause. A collective; blocks the host."""
         found = [
             (group.nonfinite(gradients[i]), group.nonfinite(self.optimizer.momentum_buffer(i)))
             for i, group in enumerate(self.muon_groups)
@@ -386,7 +387,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """DeepSpeed's, where every parameter of each group begins in the flat buffers, and what else lies in it."""
+        """DeepSpeed's own, with the ``layout`` and a ``description`` of what lies in it."""
         state: dict[str, Any] = super().state_dict()
         return {**state, LAYOUT: layout(self), SHARD: description(self, self.save)}
 
@@ -399,11 +400,14 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
 
     @torch.no_grad()
     def load_found(self, found: Found, *, from_fp32_weights: bool) -> None:
-        """Load what this rank holds of a checkpoint, whatever cut it: in place, from the model's weights on.
+        """Load this rank's partitions, and what is the same on every rank, from the shards of any number of ranks.
+
+        Modifies fp32 weights, state, rates, settings and the loss scaler, in place. The engine has loaded the model's
+        weights before; they stay.
 
         Args:
-            found: by ``check_before_loading``.
-            from_fp32_weights: whether to load the fp32 weights too; else they are made from what the model holds.
+            found: from ``check_before_loading``.
+            from_fp32_weights: whether to load the fp32 weights; else they are made from the weights that the model has.
         """
         self._load_global_state(found.whole)
         self.optimizer.load_groups(found.groups)
@@ -431,16 +435,16 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         self._link_optimizer_state()
 
     def _restore_from_bit16_weights(self) -> None:
-        """DeepSpeed's, of the weights that the model holds."""
+        """DeepSpeed's own, from the weights that the model holds, wherever a script has put them."""
         self._bind_model(keep=True)
         super()._restore_from_bit16_weights()
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """DeepSpeed's, after which ``safe_get_full_optimizer_state`` reads the state that is used."""
+        """DeepSpeed's own, then new links, so that ``safe_get_full_optimizer_state`` reads the state in use."""
         super().reload_states(non_blocking)
         self._link_optimizer_state()
 
     def _link_optimizer_state(self) -> None:
-        # DeepSpeed has made new links from parameters to fp32 weights, without the optimizer's state, or moved that.
+        # DeepSpeed has linked the parameters anew, without the optimizer's state, or has put that state elsewhere.
         self._hp_optimizer_states_linked = False
         self._lazy_init_hp_params_optimizer_state()

@@ -39,18 +39,18 @@ class Fault:
         return f"{self.file}: {' '.join(self.old.split())}  ->  {' '.join(self.new.split())}"
 
 
-STEP = "ranks/test_step.py ranks/test_engine.py"
+STEP = "ranks/test_step.py ranks/test_engine.py ranks/test_any_cut.py"
 GUARD = "ranks/test_nan_guard.py ranks/test_loss_scale.py ranks/test_step.py"
-NORMUON = "ranks/test_normuon.py pure/test_update.py"
-PARTITION = "pure/test_partition.py ranks/test_step.py"
-OWNERS = "ranks/test_owners.py pure/test_partition.py"
-GROUP = "pure/test_muon_group.py ranks/test_step.py"
-EXCHANGE = "ranks/test_exchange.py ranks/test_step.py"
+NORMUON = "ranks/test_normuon.py pure/test_update.py ranks/test_any_cut.py"
+PARTITION = "pure/test_partition.py ranks/test_any_cut.py"
+OWNERS = "ranks/test_owners.py ranks/test_any_cut.py pure/test_plan_owners.py"
+GROUP = "pure/test_muon_group.py ranks/test_step.py ranks/test_any_cut.py"
+EXCHANGE = "ranks/test_exchange.py ranks/test_any_cut.py"
 IDLE = "ranks/test_without_gradient.py"
 PASSES = "ranks/test_passes.py pure/test_update.py"
-ITERATION = "pure/test_newton_schulz.py"
-RATES = "ranks/test_learning_rates.py"
-ROUTING = "pure/test_routing.py"
+ITERATION = "pure/test_newton_schulz.py pure/test_orthogonalize.py"
+RATES = "pure/test_learning_rates.py ranks/test_rates_in_engines.py"
+ROUTING = "pure/test_routing.py pure/test_routing_heads.py"
 
 FAULTS = (
     # ---- the step
@@ -87,7 +87,7 @@ FAULTS = (
     Fault("guard", "squares.sum().isfinite() & (totals[-1] == 0)", "squares.sum().isfinite()", "ranks/test_around_engine.py"),
     Fault("guard", "op=dist.ReduceOp.MAX", "op=dist.ReduceOp.MIN", GUARD),
     Fault("guard", "largest.isfinite().all()", "largest.isfinite().any()", GUARD),
-    Fault("guard", "self.updates == FINITE and not self.stop", "self.updates == FINITE", "ranks/test_capture.py"),
+    Fault("guard", "self.updates == FINITE and not self.stop", "self.updates == FINITE", "ranks/test_capture_in_a_step.py"),
     # ---- a group's updates
     Fault("muon_group", "if matrix.travels]\n        if scaled", "if not matrix.travels]\n        if scaled", GROUP),
     Fault("muon_group", "scale=self._scale(batch[0][0]), factors=here", "factors=here", STEP),

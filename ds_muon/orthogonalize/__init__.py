@@ -1,4 +1,4 @@
-"""Orthogonalization of matrices: one entry point, ``orthogonalize``, over the backends in this folder."""
+"""Newton-Schulz of matrices, over the backends in this folder. A *step* here is one of ``ns_steps``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = [
     "schedule",
 ]
 
-# Upper bound of the temporaries of one batch, in bytes. A larger batch is worked off in chunks of about equal size.
+# Most bytes of temporaries for one batch. More matrices of a shape run as several batches of about equal size.
 WORKSPACE_BYTES = 2 << 30
 
 
@@ -67,11 +67,11 @@ class NewtonSchulz:
         ns_eps: float = NS_EPS,
         ns_backend: str = NS_BACKEND,
     ) -> NewtonSchulz:
-        """Settle ``"auto"``: fp16 on accelerators, where it costs what bf16 costs with 8 times less error, else fp32.
+        """Settle ``"auto"``: fp16 on accelerators, as fast as bf16 with 8 times less error; fp32 on CPU.
 
         Raises:
             ValueError: an unknown method, dtype, backend or coefficient table, ``ns_eps`` out of range, or a backend
-                that cannot run on ``device``, naming the key and its value.
+                that cannot run on ``device``. Names the key and its value.
         """
         if ns_method not in ("gram", "standard"):
             raise ValueError(f'ns_method = {ns_method!r}: choose "gram" or "standard"')
@@ -85,7 +85,7 @@ class NewtonSchulz:
         return cls(schedule(ns_coefficients, ns_steps), ns_method, dtype, ns_eps, backend)
 
     def iteration(self, rows: int, cols: int) -> Iteration:
-        """What runs for matrices of this shape."""
+        """The iteration for matrices of this shape: its steps in blocks, dtype and eps."""
         return _iteration(self, rows, cols)
 
     def cost(self, rows: int, cols: int) -> int:
@@ -93,7 +93,7 @@ class NewtonSchulz:
         return self.iteration(rows, cols).flops(rows, cols)
 
     def form(self, rows: int, cols: int) -> str:
-        """``"gram"`` or ``"standard"``: the form in which a (rows, cols) matrix is iterated on."""
+        """``"gram"`` or ``"standard"``: the form of the iteration for a (rows, cols) matrix."""
         return self.iteration(rows, cols).form
 
 
@@ -107,16 +107,16 @@ def orthogonalize(matrices: Sequence[Tensor], settings: NewtonSchulz) -> list[Te
     """Newton-Schulz of every matrix; those of one shape run as one batch.
 
     Args:
-        matrices: (rows, cols) fp32 tensors on one device; never modified, and may be views of one buffer.
+        matrices: (rows, cols) fp32 tensors on one device; not modified, and may be views of one buffer.
         settings: see ``NewtonSchulz``.
 
     Returns:
-        One (rows, cols) tensor of dtype ``settings.dtype`` per input, in order: together a copy of all inputs in that
-        dtype. A zero matrix gives exact zeros.
+        One (rows, cols) tensor of dtype ``settings.dtype`` for each input, in order. Together they keep as much memory
+        alive as a copy of the inputs. A zero matrix gives exact zeros.
 
-    The result of a matrix does not depend on what shares its batch. The Triton backend sums in one order for any batch.
-    With torch every matrix is a batch of its own on CPU and in fp32; in half precision on GPUs it rests on the vendor's
-    batched product and sum (see docs/newton-schulz.md for where it holds).
+    A result does not depend on the other matrices of its batch. The Triton backend sums in the same order in any batch.
+    The torch backend runs every matrix alone on CPU and in fp32. In half precision on GPUs it relies on the vendor's
+    batched product and sum; docs/newton-schulz.md says where that holds.
     """
     outputs: dict[int, Tensor] = {}
     compact = BACKENDS[settings.backend]().compact
@@ -150,7 +150,7 @@ def orthogonalize_batch(matrices: Sequence[Tensor], settings: NewtonSchulz) -> T
         settings: see ``NewtonSchulz``.
 
     Returns:
-        (batch, rows, cols) of dtype ``settings.dtype``, which may keep the memory of the whole iteration alive.
+        (batch, rows, cols) of dtype ``settings.dtype``. It may keep all memory of the iteration alive.
 
     Raises:
         ValueError: the matrices differ in shape or device, or are not fp32.
@@ -162,6 +162,6 @@ def orthogonalize_batch(matrices: Sequence[Tensor], settings: NewtonSchulz) -> T
         return torch.empty(len(matrices), rows, cols, dtype=settings.dtype, device=matrices[0].device)
     backend = BACKENDS[settings.backend]()
     exact = exact_products() if settings.dtype == torch.float32 else nullcontext()
-    # The iteration has its own dtype: a caller's autocast must not choose another.
+    # A caller's autocast must not change the iteration's dtype.
     with torch.no_grad(), torch.autocast(matrices[0].device.type, enabled=False), exact:
         return backend.run(matrices, settings.iteration(rows, cols))

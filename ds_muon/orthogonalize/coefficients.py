@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
+from ds_muon.dtypes import LARGEST
 
 Triple = tuple[float, float, float]
 
@@ -66,10 +66,6 @@ COEFFICIENTS: dict[str, CoefficientTable] = {
         source="Bjorck and Bowie, SIAM J. Numer. Anal. 8(2), 1971: the classical Newton-Schulz iteration",
     ),
 }
-
-
-# Magnitude of a coefficient: kernels take them in fp32.
-LARGEST = torch.finfo(torch.float32).max
 
 
 def schedule(coefficients: str | Sequence[Sequence[float]], steps: int) -> tuple[Triple, ...]:

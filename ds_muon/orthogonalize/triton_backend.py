@@ -282,7 +282,7 @@ def _orthogonalize(
         result, other, *rest = room
         squares, sums = rest[: layout.squares], rest[layout.squares :]
         # The passes write to both in turns, and the last one to the result.
-        x, other = (other, result) if iteration.passes % 2 else (result, other)
+        x, other = (other, result) if iteration.multiplications % 2 else (result, other)
         normalize(addresses, x, iteration.eps, sums, aligned=aligned)
         return x.mT if tall else x, TritonProducts(squares, tile), other.mT if tall else other
 

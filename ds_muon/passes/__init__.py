@@ -1,7 +1,7 @@
 """The elementwise passes of a step over its flat partitions.
 
-``torch_passes`` says what each one does, and does it on any device. On NVIDIA GPUs with Triton the kernel of the same
-name does it in one launch, with the same bits (but for the last ones of ``sum_of_squares``).
+``torch_passes`` defines each pass and runs on any device. On NVIDIA GPUs with Triton, a kernel of the same name does it
+in one launch, with the same bits (but for the last ones of ``sum_of_squares``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FAILED: set[str] = set()
 
 @cache
 def _kernels(device: torch.device) -> ModuleType | None:
-    """The passes in Triton, which is imported only here; None where they cannot run."""
+    """The passes in Triton, imported only here; None where they cannot run."""
     if why_not(device) is not None:
         return None
     try:
@@ -42,7 +42,7 @@ def _kernels(device: torch.device) -> ModuleType | None:
 
 
 def _fused(in_torch: Callable[Concatenate[Tensor, P], T]) -> Callable[Concatenate[Tensor, P], T]:
-    """``in_torch``, or its kernel where that can run; which one, the device of the first argument decides."""
+    """``in_torch``, or its kernel if that can run on the device of the first argument."""
     name = in_torch.__name__
 
     @wraps(in_torch)
@@ -60,7 +60,7 @@ def _fused(in_torch: Callable[Concatenate[Tensor, P], T]) -> Callable[Concatenat
             if first.is_cuda and torch.cuda.is_current_stream_capturing():  # the kernel is not at fault
                 return done
             _FAILED.add(name)
-            log(f"{name} runs on torch's operations, for its kernel cannot be used: {error}", logger=__name__)
+            log(f"{name} runs on torch's operations, because its kernel cannot be used: {error}", logger=__name__)
         return done
 
     return run

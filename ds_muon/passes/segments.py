@@ -1,4 +1,4 @@
-"""Which elements of a flat tensor belong to which matrix, as the passes look it up."""
+"""Which elements of a flat tensor belong to which matrix."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 BLOCK = 1024
-"""Elements of a flat tensor that one program of a kernel works on: eight for each of its threads."""
+"""Elements of a flat tensor for one program of a kernel: eight for each of its threads."""
 
 SPAN = 1 << 16
-"""Elements that one program sums up, at most."""
+"""Most elements that one program sums up."""
 
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """A flat tensor in segments, one for each matrix, and tables of them on its device: made once, read in every step.
+    """The segments of a flat tensor, one for each matrix, in tables on its device: made once, read in every step.
 
-    A segment reaches to where the next one begins, the first one from 0 and the last one to the end: what lies between
-    matrices belongs to the one before. Of a tensor without matrices there are none.
+    Segments cover the whole tensor: a gap belongs to the matrix before it, a gap at the start to the first matrix. A
+    tensor without matrices has no segments.
 
     Attributes:
         sizes: elements of each.
@@ -39,7 +39,7 @@ class Segments:
 
     @classmethod
     def of(cls, starts: Sequence[int], numel: int, device: torch.device) -> Segments:
-        """Of a tensor of ``numel`` elements, whose matrices have their first ones at ``starts``, in order."""
+        """The segments of a tensor of ``numel`` elements, whose matrices begin at ``starts``, in order."""
         bounds = torch.tensor([0, *starts[1:], numel] if starts else [numel], dtype=torch.int64, device="cpu")
         blocks = torch.arange(0, numel + BLOCK, BLOCK, dtype=torch.int64, device="cpu")
         spans = torch.arange(0, numel, SPAN, dtype=torch.int64, device="cpu")
@@ -61,7 +61,7 @@ class Where:
     """One flag for each segment of a flat tensor: (count,) bool, contiguous, on its device.
 
     Raises:
-        ValueError: there are not as many flags as segments.
+        ValueError: the numbers of flags and of segments differ.
     """
 
     segments: Segments

@@ -1,4 +1,4 @@
-"""The elementwise passes of a step in torch: what they compute, on any device."""
+"""The elementwise passes of a step in torch, on any device: the definition of what they compute."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ds_muon.passes.segments import Segments, Where
 
-# Elements that a pass works on at a time: bounds a temporary in fp32 to 64 MiB, one in fp64 or of indices to 128 MiB.
+# Elements that a pass works on at a time. Bounds temporaries: in fp32 to 64 MiB, in fp64 or of indices to 128 MiB.
 _CHUNK = 1 << 24
 
 
@@ -23,8 +23,8 @@ def advance_momentum_(
 ) -> None:
     """Advance the momentum by one gradient and overwrite the gradient with U.
 
-    Elementwise, so that any slice of a matrix gives that slice of U, bit for bit: each operation rounds once, with no
-    fused multiply-add that a vectorized loop might use in its body and not in its tail.
+    Any slice of a matrix gives that slice of U, bit for bit, because each operation is elementwise and rounds once. A
+    fused multiply-add is avoided: a vectorized loop might use it in its body and not in its tail.
 
     Args:
         gradient: fp32, any shape, contiguous; overwritten with U.
@@ -32,15 +32,14 @@ def advance_momentum_(
             arithmetic is in fp32 either way.
         momentum: weight of the past, in [0, 1).
         nesterov: look ahead by one step.
-        where: bool scalar on the same device, or one flag for each segment of flat tensors. False leaves the momentum
-            as it is and makes U exactly zero, whatever the gradient holds: a decision that the host does not know yet
-            can be obeyed. None stands for true.
+        where: bool scalar on the same device, or one flag for each segment of flat tensors; None stands for true. False
+            leaves the momentum as it is and makes U exactly zero, whatever the gradient holds. The host does not wait.
     """
     pieces = (torch.split(tensor.view(-1), _CHUNK) for tensor in (gradient, momentum_buffer))
     for index, (g, m) in enumerate(zip(*pieces, strict=True)):
         before = m.to(torch.float32)
         step = g - before
-        # From the end that is nearer, as torch.lerp does: else a large M of which little stays takes digits of G along.
+        # From the nearer end, as torch.lerp does. Else a large M, of which little stays, would cost digits of G.
         average = g - step.mul_(momentum) if momentum < 0.5 else step.mul_(1 - momentum).add_(before)
         moves = _flags(where, index, g)
         if moves is None:
@@ -49,7 +48,7 @@ def advance_momentum_(
             torch.where(moves, average, before, out=before)
             m.copy_(before)
         if nesterov:
-            # (1 - momentum) G + momentum M, the same without the cancellation of G + momentum (M - G) where M is small.
+            # Equal to G + momentum (M - G), without its cancellation where M is small.
             g.mul_(1 - momentum).add_(average.mul_(momentum))
         else:
             g.copy_(average)
@@ -60,13 +59,13 @@ def advance_momentum_(
 def store_updates(
     outputs: Tensor, targets: Sequence[Tensor], *, scale: float = 1.0, factors: Tensor | None = None
 ) -> None:
-    """Write ``scale`` times the factors times O. Each product rounds once, to fp32; the factors' is first.
+    """Write O times the factors, then times ``scale``. Each product rounds once, to fp32.
 
     Args:
         outputs: (batch, rows, cols), any strides, half precision or fp32; not modified.
-        targets: as many (rows, cols) fp32 tensors, contiguous; overwritten. They share no memory with anything else.
+        targets: (rows, cols) fp32 for each matrix, contiguous; overwritten. They share no memory with anything else.
         scale: of the whole batch.
-        factors: (batch, rows, 1) or (batch, 1, cols) fp32, of rows or of columns; None stands for ones.
+        factors: fp32, of rows (batch, rows, 1) or of columns (batch, 1, cols); None stands for ones.
     """
     written = list(targets)
     if not written:
@@ -83,14 +82,14 @@ def store_updates(
 def apply_update_(
     weight: Tensor, update: Tensor, *, lr: float, weight_decay: float, where: Where | None = None
 ) -> None:
-    """``W <- W (1 - lr weight_decay) - lr update``, where each of the three operations rounds once.
+    """``W <- W (1 - lr weight_decay) - lr update``. Each of the three operations rounds once.
 
     Args:
         weight: fp32, contiguous; overwritten.
-        update: fp32, same shape, contiguous; used up: nothing can be said of what it holds afterwards.
+        update: fp32, same shape, contiguous; overwritten with undefined values.
         lr: learning rate.
         weight_decay: decoupled. With 0, W is not multiplied at all.
-        where: one flag for each segment of flat tensors. What it is false for does not decay; its update is zero.
+        where: one flag for each segment of flat tensors. Segments with false do not decay; their update must be zero.
     """
     if weight_decay != 0:
         for index, w in enumerate(torch.split(weight.view(-1), _CHUNK)):
@@ -103,14 +102,15 @@ def apply_update_(
 
 
 def sum_of_squares(x: Tensor, segments: Segments | None = None) -> Tensor:
-    """Of a flat fp32 tensor, which is not modified: fp64 on its device.
+    """The sum of squares of a flat tensor, or of each of its segments.
 
     Args:
-        x: the tensor.
+        x: flat, fp32; not modified.
         segments: of ``x``; None for one sum over all of it.
 
     Returns:
-        A scalar, or (count,), a sum for each segment: zero exactly if all of it is, finite exactly if all of it is.
+        A scalar, or (count,) for the segments: fp64, on the device of ``x``. A sum is zero exactly if all its elements
+        are, and finite exactly if all its elements are.
     """
     if segments is None:
         return _sum(x)
@@ -120,13 +120,13 @@ def sum_of_squares(x: Tensor, segments: Segments | None = None) -> Tensor:
 
 
 def _sum(x: Tensor) -> Tensor:
-    # In pieces, for torch makes an fp64 copy of what it sums.
+    # In chunks, because torch makes an fp64 copy of what it sums.
     norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in torch.split(x, _CHUNK)]
     return torch.stack(norms).square_().sum()
 
 
 def _flags(where: Tensor | Where | None, index: int, chunk: Tensor) -> Tensor | None:
-    """What ``where`` says of the chunk of this index: a scalar, or a flag for each element."""
+    """The flags of the chunk of this index: a scalar, or one for each element. None stands for true."""
     if not isinstance(where, Where):
         return where
     start = index * _CHUNK

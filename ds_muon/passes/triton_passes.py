@@ -61,7 +61,7 @@ def store_updates(
             elementwise.store_updates[(batch * tiles,)](
                 outputs, addresses, None if factors is None else factors.contiguous(),
                 tiles, tile_cols, rows, cols, float(scale), *outputs.stride(),
-                OF_ROWS=factors is None or factors.shape[1] == rows, ALIGNED=aligned, SIDE=SIDE, **EXACT,
+                OF_ROWS=factors is None or factors.shape == (batch, rows, 1), ALIGNED=aligned, SIDE=SIDE, **EXACT,
             )  # fmt: skip
 
 

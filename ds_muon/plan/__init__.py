@@ -1,1 +1,1 @@
-"""The plan of a step: who holds which slice, who orthogonalizes which matrix, what moves. Pure: it holds no tensors."""
+"""The plan of a step: who holds which slice, who orthogonalizes which matrix, what travels. Pure: no tensors."""

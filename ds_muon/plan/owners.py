@@ -1,10 +1,10 @@
-"""Which rank orthogonalizes which matrix: a choice by a simple model of a step's time. Pure; the same on every rank.
+"""Which rank orthogonalizes which matrix, by a simple model of a step's time. Pure; the same on every rank.
 
-    time of a rank = operations of the matrices it owns / rate of the iteration
-                     + bytes it sends and receives, U and O, both ways / rate of its link
-    time of a step = the largest of these + a fixed price for each param group that exchanges anything
+    time of a rank = operations on the matrices it owns / operations per second
+                     + bytes of U and O it sends and receives / bytes per second of its link
+    time of a step = the largest of these + a fixed time for each param group in which anything travels
 
-It is a model: it leaves out what overlaps, how well a shape runs, and how far apart two ranks are.
+The model leaves out overlap, how well a shape runs, and how far apart two ranks are.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# The search for the least time ends when it is known to this fraction.
+# The search for the least time ends at this relative precision.
 _PRECISION = 1e-4
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What the model of a step's time takes a machine for.
+    """A machine, as the model of a step's time sees it.
 
     The defaults are those of one H100 among many: two thirds of what its large half-precision products reach, and a
-    link that is slower than NVLink by a factor of four. A rank's bytes in both directions count one after the other,
-    as they would in one direction; for that, the figure also does for the links between nodes, at half of it.
+    link four times slower than NVLink. The model adds up the bytes in both directions, though a link carries both at
+    once. So the default also fits links between nodes with half this speed in each direction.
 
     Attributes:
         flops: operations of Newton-Schulz per second and rank.
-        bytes_per_second: of a rank's link, in a direction; ``math.inf`` makes moving free.
-        exchange_seconds: what it costs, beside the bytes, that a param group exchanges anything in a step: collectives
-            and copies that have to be started, both ways.
-        least_gain: by which part of its time a step must become faster, or owners stay holders: less is lost in what
-            the model leaves out.
+        bytes_per_second: of a rank's link, sent and received together; ``math.inf`` makes travel free.
+        exchange_seconds: fixed time for each param group in which anything travels: to start collectives and copies.
+        least_gain: the fraction of a step's time that must be gained, or owners stay holders. A smaller gain would be
+            lost in what the model leaves out.
 
     Raises:
-        ValueError: a rate that is not positive, a price below 0, or a gain that is not from 0 to below 1.
+        ValueError: ``flops`` or ``bytes_per_second`` is not positive, ``exchange_seconds`` is negative, or
+            ``least_gain`` is not from 0 to below 1.
     """
 
     flops: float = 5e14
@@ -57,17 +57,17 @@ class Rates:
 
 
 RATES = Rates()
-"""Those that the engine plans with, on every device: its results do not depend on the plan."""
+"""The engine plans with these on every device, because its results do not depend on the plan."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """A matrix, as far as the choice of its owner goes.
+    """A matrix, as the choice of its owner sees it.
 
     Attributes:
-        group: its param group.
-        cost: operations.
-        held: (rank, elements) of its slices, in order of rank.
+        group: index of its param group.
+        cost: floating-point operations.
+        held: (rank, elements) of each slice, in order of rank.
     """
 
     group: int
@@ -79,14 +79,14 @@ class Work:
         return sum(elements for _, elements in self.held)
 
     def travels(self, owner: int) -> bool:
-        """Whether anything of it has to be sent to ``owner``."""
+        """Whether any slice must be sent to ``owner``."""
         return any(rank != owner for rank, _ in self.held)
 
 
 def least_loaded_holders(works: Sequence[Work], world_size: int) -> list[int]:
     """The owner of each matrix, if owners are holders: the least loaded one, the costliest straddling matrix first.
 
-    A matrix that lies whole on a rank is that rank's. A load is the cost of what a rank owns, in all groups.
+    A matrix with one holder stays there. A load is the cost of all matrices that a rank owns, in all groups.
     """
     loads: list[float] = [0] * world_size
     owners = [work.held[0][0] for work in works]
@@ -95,7 +95,7 @@ def least_loaded_holders(works: Sequence[Work], world_size: int) -> list[int]:
             loads[work.held[0][0]] += work.cost
     for index in _costliest_first(works):
         if len(works[index].held) > 1:
-            # Among equally loaded holders the one with the largest slice: it leaves the least to send.
+            # Among equally loaded holders, the one with the largest slice leaves the least to send.
             owner = min(works[index].held, key=lambda piece: (loads[piece[0]], -piece[1], piece[0]))[0]
             owners[index] = owner
             loads[owner] += works[index].cost
@@ -105,20 +105,19 @@ def least_loaded_holders(works: Sequence[Work], world_size: int) -> list[int]:
 def choose_owners(works: Sequence[Work], world_size: int, rates: Rates, element_bytes: int) -> list[int]:
     """The owner of each matrix, holder or not, so that the model's time of a step is small.
 
+    Matrices are dealt out under a limit on every rank's time, the costliest first: to the holder of the largest slice
+    that stays within the limit, else to the rank with the least time. Bisection finds the smallest limit that works. So
+    no more travels than this balance needs.
+
     Args:
         works: all matrices of all groups.
         world_size: ranks that share the groups.
-        rates: of the model.
-        element_bytes: of an element that travels, both ways together.
+        rates: of the machine.
+        element_bytes: bytes per element that travels, both ways together.
 
     Returns:
-        ``least_loaded_holders``, unless other owners are found whose step is faster. Where moving costs nothing and any
-        gain is taken, the most loaded rank does no more than the mean of all ranks and the costliest matrix together,
-        but for 0.01 %.
-
-    Owners are dealt out with a time that no rank may exceed, the costliest matrix first: to the holder with most of it
-    where that one stays within the time, else to the rank that has least to do. The least such time is searched by
-    bisection, so no more moves than this balance needs.
+        ``least_loaded_holders``, unless other owners make the step faster by ``rates.least_gain``. With free travel and
+        ``least_gain`` 0, the largest load is at most the mean load plus the costliest matrix, within 0.01 %.
     """
     owners = least_loaded_holders(works, world_size)
     if world_size == 1 or not works:
@@ -126,7 +125,7 @@ def choose_owners(works: Sequence[Work], world_size: int, rates: Rates, element_
     kept = _Ledger(works, world_size, rates, element_bytes)
     for work, owner in zip(works, owners, strict=True):
         kept.give(work, owner)
-    # No assignment beats the mean, nor the costliest matrix.
+    # No assignment is faster than the mean, or than the costliest matrix.
     too_short = max(sum(w.cost for w in works) / world_size, max(w.cost for w in works)) / rates.flops
     enough = kept.busiest_seconds()
     best: list[int] | None = None
@@ -147,14 +146,14 @@ def choose_owners(works: Sequence[Work], world_size: int, rates: Rates, element_
 
 
 class _Ledger:
-    """What every rank owns and moves. At first nothing is owned, and every slice is to be sent.
+    """What every rank has to compute, send and receive. At first nobody owns a matrix, and every slice is to be sent.
 
-    So giving away a matrix changes the numbers of one rank only, its owner's.
+    So giving a matrix to an owner changes the numbers of that rank only.
     """
 
     def __init__(self, works: Sequence[Work], world_size: int, rates: Rates, element_bytes: int) -> None:
         self.world_size = world_size
-        # Sums of integers, where costs are integers: exact, so that every rank comes to the same.
+        # Costs that are integers add up exactly, so that every rank gets the same sums.
         self._operations: list[float] = [0] * world_size
         self._elements = [0] * world_size
         self._rates, self._element_bytes = rates, element_bytes
@@ -163,7 +162,7 @@ class _Ledger:
                 self._elements[rank] += elements
 
     def seconds(self, rank: int, operations: float = 0, elements: int = 0) -> float:
-        """The rank's time, with so much more to do and to move."""
+        """The rank's time, with this much more to compute, and to send and receive."""
         moved = self._element_bytes * (self._elements[rank] + elements)
         return self._rates.of_rank(self._operations[rank] + operations, moved)
 
@@ -171,15 +170,15 @@ class _Ledger:
         return max(map(self.seconds, range(len(self._elements))))
 
     def give(self, work: Work, rank: int) -> None:
-        """The rank owns the matrix: receives what it does not hold, and sends nothing of what it holds."""
+        """Make ``rank`` the owner: it receives the slices that it does not hold, and need not send the one it holds."""
         self._operations[rank] += work.cost
         self._elements[rank] += work.elements - 2 * dict(work.held).get(rank, 0)
 
 
 def _deal(works: Sequence[Work], order: Sequence[int], ledger: _Ledger, limit: float) -> list[int] | None:
-    """Owners with whom no rank takes longer than ``limit``, entered in the ledger; None if this finds none."""
+    """Owners with which no rank takes longer than ``limit``, entered in ``ledger``. None if this finds none."""
     owners = [0] * len(works)
-    # May hold entries of the past, but always one of the present for each rank.
+    # May hold outdated entries, but always a current one for each rank.
     idlest = [(ledger.seconds(rank), rank) for rank in range(ledger.world_size)]
     heapq.heapify(idlest)
     for index in order:
@@ -204,5 +203,5 @@ def _costliest_first(works: Sequence[Work]) -> list[int]:
 
 
 def _exchanges(works: Sequence[Work], owners: Sequence[int]) -> int:
-    """Groups of which anything travels."""
+    """The number of groups in which anything travels."""
     return len({work.group for work, owner in zip(works, owners, strict=True) if work.travels(owner)})

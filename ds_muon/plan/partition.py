@@ -1,9 +1,10 @@
-"""Who holds, who owns, and what moves: the plan of a step as pure functions of shapes and world size.
+"""Who holds, who owns, and what travels: the plan of a step as pure functions of shapes and world size.
 
-ZeRO-1/2 lays the parameters of a group end to end in one flat buffer and cuts it into ``world_size`` equal pieces,
-wherever the cuts fall. A matrix is orthogonalized by one rank, its owner. One that straddles a cut travels there, to be
-reassembled, and so does one that lies whole on a rank, where it is worth it that another one owns it (``owners``).
-Nothing here communicates, so a plan can be made, printed and tested for world sizes that are not at hand.
+ZeRO-1/2 lays the parameters of a group end to end in one flat buffer and cuts it into ``world_size`` equal partitions,
+wherever the cuts fall. A *holder* of a matrix has a slice of it in its partition. One rank, the *owner*, orthogonalizes
+the matrix. Slices of other holders travel to the owner, which reassembles the matrix. A matrix with one holder travels
+if another owner makes the step faster (``owners``). Nothing here communicates, so a plan can be made, printed and
+tested for any world size.
 """
 
 from __future__ import annotations
@@ -12,21 +13,18 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, TypeAlias
 
+from ds_muon.layout import Layout, out_and_in
 from ds_muon.plan.owners import RATES, Rates, Work, choose_owners, least_loaded_holders
 
-# ZeRO pads a flat buffer to this many elements per rank, so that every piece starts on a 4-byte boundary.
+# ZeRO pads a partition to a multiple of this many elements, so that every partition starts on a 4-byte boundary.
 _ELEMENTS_PER_RANK = 2
 # ZeRO's ``parameter_alignment`` starts every parameter on a boundary of this many bytes.
 _ALIGNMENT_BYTES = 16
 
 ELEMENT_BYTES = 6
-"""Of an element that travels, both ways together: U goes out in fp32, O comes back in half precision."""
+"""Bytes per element that travels, both ways together: U goes out in fp32, O comes back in half precision."""
 
-
-Layout: TypeAlias = Literal["out_in", "in_out"]
-"""What the rows of a matrix are: its outputs, as in nn.Linear, or its inputs, as in transformers' Conv1D."""
 
 _OUT_IN: Mapping[str, Layout] = MappingProxyType({})
 
@@ -54,7 +52,7 @@ class Slice:
         rank: the holder.
         start: first element, counted in the flattened matrix.
         numel: number of elements, at least 1.
-        offset: where they lie in the holder's partition.
+        offset: first element, counted in the holder's partition.
     """
 
     rank: int
@@ -65,10 +63,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Matrix:
-    """One (rows, cols) matrix, its slices in order of rank, and the rank that orthogonalizes it, holder or not.
-
-    Rows and columns are those of the weight as it is stored; ``layout`` says what they are.
-    """
+    """One (rows, cols) matrix as it is stored, its slices in order of rank, and its owner, which may hold nothing."""
 
     name: str
     rows: int
@@ -79,7 +74,7 @@ class Matrix:
 
     @property
     def sides(self) -> tuple[int, int]:
-        """Numbers of outputs and of inputs, however they are stored."""
+        """Numbers of outputs and inputs, however the matrix is stored."""
         return out_and_in(self.rows, self.cols, self.layout)
 
     @property
@@ -88,12 +83,12 @@ class Matrix:
 
     @property
     def travels(self) -> bool:
-        """Whether it does not lie whole on its owner: every slice of other ranks crosses the network, both ways."""
+        """Whether a rank that is not the owner holds a slice. Such slices cross the network, both ways."""
         return self.holders != (self.owner,)
 
     @property
     def moved(self) -> bool:
-        """Whether its owner holds nothing of it."""
+        """Whether the owner holds nothing of the matrix."""
         return self.owner not in self.holders
 
     @property
@@ -118,18 +113,18 @@ class GroupPlan:
         return tuple(matrix for matrix in self.matrices if matrix.travels)
 
     def held(self, rank: int) -> tuple[tuple[Matrix, Slice], ...]:
-        """Every matrix of which ``rank`` has a slice, with that slice."""
+        """Every matrix that ``rank`` holds a slice of, with that slice."""
         return tuple((m, piece) for m in self.matrices for piece in m.slices if piece.rank == rank)
 
     def owned_travellers(self, rank: int) -> tuple[Matrix, ...]:
         return tuple(m for m in self.travellers if m.owner == rank)
 
     def outgoing(self, rank: int) -> tuple[tuple[tuple[Matrix, Slice], ...], ...]:
-        """For each rank, the slices that ``rank`` sends it: those of matrices it owns. None to itself."""
+        """For each owner, the slices that ``rank`` sends it. None to itself."""
         return self._routes((m.owner, m, s) for m, s in self._moving() if s.rank == rank)
 
     def incoming(self, rank: int) -> tuple[tuple[tuple[Matrix, Slice], ...], ...]:
-        """For each rank, the slices that it sends to ``rank``, in the order in which it packs them."""
+        """For each holder, the slices that it sends to ``rank``, in packing order."""
         return self._routes((s.rank, m, s) for m, s in self._moving() if m.owner == rank)
 
     def _moving(self) -> Iterator[tuple[Matrix, Slice]]:
@@ -144,7 +139,7 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The groups of one optimizer and the work of each rank.
+    """The plan of all Muon param groups, and the work of each rank.
 
     Attributes:
         groups: one plan per Muon param group, in the optimizer's order.
@@ -163,7 +158,7 @@ class Plan:
         return sum(self.moved_by_rank()) // 2
 
     def moved_by_rank(self) -> tuple[int, ...]:
-        """Elements that each rank sends to owners and receives as one; as many take the way back."""
+        """For each rank, the elements that it sends to owners and receives as an owner. As many travel back."""
         moved = [0] * len(self.loads)
         for matrix in self.matrices:
             for piece in matrix.slices:
@@ -173,11 +168,11 @@ class Plan:
         return tuple(moved)
 
     def seconds(self, rates: Rates = RATES, *, element_bytes: int = ELEMENT_BYTES) -> float:
-        """The time of a step by the model of ``owners``; ``loads`` are taken for operations.
+        """The time of a step by the model of ``owners``. Takes ``loads`` as floating-point operations.
 
         Args:
-            rates: of the model.
-            element_bytes: of an element that travels, both ways together.
+            rates: of the machine.
+            element_bytes: bytes per element that travels, both ways together.
         """
         exchanges = sum(bool(group.travellers) for group in self.groups)
         ranks = zip(self.loads, self.moved_by_rank(), strict=True)
@@ -186,7 +181,7 @@ class Plan:
 
     @property
     def balance(self) -> float:
-        """Load of the most loaded rank over the mean; 1 where there is no load."""
+        """Load of the most loaded rank over the mean; 1 without any load."""
         total = sum(self.loads)
         return max(self.loads) * len(self.loads) / total if total else 1.0
 
@@ -199,11 +194,6 @@ class Plan:
             f"{moved} move to a rank that holds nothing of them ({self.moved_elements():,} elements exchanged each "
             f"way), most loaded rank {self.balance:.2f} times the mean"
         )
-
-
-def out_and_in(rows: int, cols: int, layout: Layout) -> tuple[int, int]:
-    """Numbers of outputs and of inputs of a matrix that is stored as (rows, cols)."""
-    return (rows, cols) if layout == "out_in" else (cols, rows)
 
 
 def flat_layout(
@@ -219,7 +209,7 @@ def flat_layout(
     Args:
         numels: elements of each parameter, in the group's order; all positive.
         world_size: ranks that share the group.
-        element_size: bytes per element of the model's dtype; matters with ``parameter_alignment`` only.
+        element_size: bytes per element of the model's dtype; has an effect with ``parameter_alignment`` only.
         parameter_alignment: ``zero_optimization.parameter_alignment``.
         round_robin: ``zero_optimization.round_robin_gradients``: deal the parameters to the ranks like cards.
     """
@@ -237,7 +227,7 @@ def flat_layout(
 
 
 def start_multiple(element_size: int, parameter_alignment: bool) -> int:
-    """Every parameter starts at a multiple of so many elements of a flat buffer. Arguments as for ``flat_layout``."""
+    """Every parameter starts at a multiple of this many elements. Arguments as for ``flat_layout``."""
     return _ALIGNMENT_BYTES // math.gcd(_ALIGNMENT_BYTES, element_size) if parameter_alignment else 1
 
 
@@ -269,11 +259,11 @@ def make_plan(
         groups: per Muon param group, the (name, (rows, cols)) of its matrices in the group's order.
         layouts: ``flat_layout`` of each group.
         world_size: ranks that share the groups.
-        cost: work of one (rows, cols) matrix, in operations.
-        rates: of the model by which owners are chosen, counting what each rank has to do in all groups; see ``owners``.
-            None: owners are holders, the least loaded ones, whatever travels.
-        element_bytes: of an element that travels, both ways together.
-        stored: how matrices lie in memory, by name; "out_in" where nothing is said.
+        cost: floating-point operations for one (rows, cols) matrix.
+        rates: of the machine, by which owners are chosen over all groups together; see ``choose_owners``. None takes
+            ``least_loaded_holders``.
+        element_bytes: bytes per element that travels, both ways together.
+        stored: layout of matrices by name; "out_in" by default.
     """
     cuts = [
         [(*group[index], cut(offset, math.prod(group[index][1]), layout.partition_size)) for index, offset in placed]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_muon.dtypes import DTYPES
-from ds_muon.plan.partition import Layout
+from ds_muon.layout import Layout
 
 # NorMuon's state, which is not cut like a partition.
 ROW_VARIANCE = "row_variance"

@@ -154,7 +154,7 @@ def _idle_moves(zero: Any, replace: _Replace) -> Callable[[], None]:
     def measure(original: Callable[..., Verdict], gradients: list[Tensor], refuse: bool) -> Verdict:
         verdict = original(gradients, refuse)
         all_move = tuple(verdict.may_move.repeat(len(moves)) for moves in verdict.moves)
-        return Verdict(verdict.squares, verdict.may_move, all_move, verdict.known)
+        return Verdict(verdict.squares, verdict.may_move, all_move, verdict.for_host)
 
     replace("commit", commit)
     replace("measure", measure)

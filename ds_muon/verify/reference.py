@@ -1,8 +1,8 @@
 """What the rules call for, one parameter at a time, on whole tensors, each keeping its own state.
 
-Two kinds. The fp64 references start from the raw gradients and share nothing with the optimizer but the coefficients.
-The same-dtype references start from the averaged gradient that the engine has, and are the public single-process
-functions: ``ds_muon.muon_update`` and ``torch.optim.AdamW``.
+Two kinds. The fp64 references start from the raw gradients and share nothing with the optimizer but the coefficients
+and NorMuon's ``ROW_EPS``. The same-dtype references start from the averaged gradient that the engine has, and are the
+public single-process functions: ``ds_muon.muon_update`` and ``torch.optim.AdamW``.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ds_muon.dtypes import name_of
+from ds_muon.layout import Layout
 from ds_muon.orthogonalize import NewtonSchulz, orthogonalize, reference_newton_schulz, schedule
 from ds_muon.orthogonalize.newton_schulz import blocks
 from ds_muon.passes import advance_momentum_
-from ds_muon.plan.partition import Layout
 from ds_muon.update import ROW_EPS, advance_row_variance, muon_update
 from ds_muon.verify import tolerances
 from ds_muon.verify.engine_view import ROW_VARIANCE, MuonRule, Placed

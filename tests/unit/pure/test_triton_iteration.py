@@ -21,6 +21,7 @@ from ds_muon.orthogonalize import (
     reference_newton_schulz,
     schedule,
 )
+from tests.unit.support.cases import in_turns, some
 from tests.unit.support.spectra import (
     HALF_BOUNDS,
     distance,
@@ -53,10 +54,9 @@ def iterate(x: Tensor, form: str) -> Tensor:
     return out.mT if x.shape[1] > x.shape[2] else out
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", ["standard", "gram"])
+@in_turns(form=["standard", "gram"], dtype=DTYPES)
 def test_iterations_match_the_reference(form: str, dtype: torch.dtype) -> None:
-    sides = [(15, 15), (31, 37), (67, 61), *(((16, 1024), (130, 40)) if GPU else ((16, 200), (70, 40)))]
+    sides = [(15, 15), (31, 37), *(((67, 61), (16, 1024), (130, 40)) if GPU else ((70, 40),))]
     # The rounding of so few elements moves the norm, which the reference puts right.
     sides += [(1, 1), (2, 3)] if dtype == torch.float32 else []
     for rows, cols in [*sides, *(((1000, 1000), (512, 2050)) if GPU else ())]:
@@ -69,8 +69,7 @@ def test_iterations_match_the_reference(form: str, dtype: torch.dtype) -> None:
             assert (result.double() - exact).norm() <= TOLERANCES[dtype] * exact.norm(), (rows, cols)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", ["standard", "gram"])
+@in_turns(form=["standard", "gram"], dtype=DTYPES)
 def test_an_iteration_does_not_depend_on_the_batch(form: str, dtype: torch.dtype) -> None:
     for rows, cols in [(17, 40), (40, 17), *(((1024, 1024), (256, 2048), (1000, 500)) if GPU else ())]:
         # On a GPU enough matrices for choose_tile to change its mind.
@@ -87,10 +86,9 @@ def by_triton(dtype: torch.dtype, method: str = "gram", table: str = "quintic") 
     return NewtonSchulz(schedule(table, 5), method, dtype, 1e-15, "triton")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("method", ["gram", "standard"])
+@in_turns(method=["gram", "standard"], dtype=DTYPES[::-1])
 def test_orthogonalize_is_the_reference_for_every_shape_in_any_company(method: str, dtype: torch.dtype) -> None:
-    shapes = [(17, 40), (40, 17), (16, 16), (17, 40), (16, 16), (1, 9), (17, 40)]
+    shapes = [(17, 40), (40, 17), (16, 16), (1, 9), (17, 40)]
     shapes += [(512, 512), (300, 777), (777, 300), (512, 512)] if GPU else []
     matrices = [gaussian(rows, cols, seed=index) for index, (rows, cols) in enumerate(shapes)]
     before = [matrix.clone() for matrix in matrices]
@@ -113,12 +111,16 @@ def hard(rows: int, cols: int, condition: float) -> Tensor:
     return log_uniform(rows, cols, condition).to(DEVICE)
 
 
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("shape", HARD_SHAPES, ids=str)
-@pytest.mark.parametrize(("table", "condition"), HALF_BOUNDS, ids=str)
+@some(
+    [(("quintic", 1e4), shape, HALF[0]) for shape in HARD_SHAPES[:2]],
+    case=[*HALF_BOUNDS],
+    shape=HARD_SHAPES,
+    dtype=HALF,
+)
 def test_the_error_of_every_table_is_under_its_bound(
-    table: str, condition: float, shape: tuple[int, int], dtype: torch.dtype
+    case: tuple[str, float], shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
+    table, condition = case
     matrix = hard(*shape, condition)
     for method in ("gram", "standard") if GPU else ("gram",):
         (output,) = orthogonalize([matrix], by_triton(dtype, method, table))
@@ -126,9 +128,7 @@ def test_the_error_of_every_table_is_under_its_bound(
         assert error <= half_bound(table, condition, dtype), (method, error)
 
 
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("shape", HARD_SHAPES, ids=str)
-@pytest.mark.parametrize("table", COEFFICIENTS)
+@some([("quintic", HARD_SHAPES[1], HALF[0])], table=[*COEFFICIENTS], shape=HARD_SHAPES, dtype=HALF)
 def test_rank_deficient_matrices_stay_within_the_same_bounds(
     table: str, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
@@ -203,8 +203,7 @@ def test_a_batch_allocates_what_it_says(shape: tuple[int, int]) -> None:
         assert 0.9 * said <= torch.cuda.max_memory_allocated() - before <= said + (1 << 20)
 
 
-@pytest.mark.parametrize("form", ["gram", "standard"])
-@pytest.mark.parametrize("shape", [(17, 40), (40, 17), (33, 70)])
+@in_turns(shape=[(17, 40), (40, 17), (33, 70)], form=["gram", "standard"])
 def test_squares_in_turns_are_as_good_as_squares_of_their_own(
     shape: tuple[int, int], form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

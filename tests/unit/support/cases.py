@@ -27,7 +27,7 @@ def some(few: Sequence[tuple[Any, ...]], **axes: Sequence[Any]) -> pytest.MarkDe
     """These few cases; with ``--all`` every combination."""
     more = [case for case in itertools.product(*axes.values()) if case not in few]
     assert len(more) == math.prod(len(axis) for axis in axes.values()) - len(few)
-    return pytest.mark.parametrize([*axes], [*few, *(full(*case) for case in more)])
+    return pytest.mark.parametrize([*axes], [*few, *(full(*case) for case in more)], ids=_name)
 
 
 def in_turns(**axes: Sequence[Any]) -> pytest.MarkDecorator:
@@ -48,7 +48,16 @@ def _parametrize(axes: dict[str, Sequence[Any]], strength: int, of_all: int) -> 
     few = covering([*axes.values()], strength)
     more = [case for case in covering([*axes.values()], of_all) if case not in few]
     cases: list[Any] = [case if len(axes) > 1 else case[0] for case in few]
-    return pytest.mark.parametrize([*axes], cases + [full(*case) for case in more])
+    return pytest.mark.parametrize([*axes], cases + [full(*case) for case in more], ids=_name)
+
+
+def _name(value: Any) -> str:
+    """Of a value, the same in every process: functions print their address."""
+    if isinstance(value, dict):
+        return ",".join(f"{key}={_name(of_key)}" for key, of_key in value.items()) or "default"
+    if isinstance(value, (tuple, list)):
+        return ",".join(map(_name, value))
+    return str(getattr(value, "__name__", value)).removeprefix("torch.")
 
 
 def covering(axes: Sequence[Sequence[Any]], strength: int) -> list[tuple[Any, ...]]:
@@ -57,6 +66,8 @@ def covering(axes: Sequence[Sequence[Any]], strength: int) -> list[tuple[Any, ..
     One after another: the case with most combinations that are new, then with most of one axis more, then of values
     that were used least. So it is always the same for the same axes.
     """
+    if strength == len(axes):
+        return list(itertools.product(*axes))
     cases = list(itertools.product(*(range(len(axis)) for axis in axes)))
     exact, wider = _shown(cases, strength), _shown(cases, min(strength + 1, len(axes)))
     missing, unseen, found = functools.reduce(operator.or_, exact), functools.reduce(operator.or_, wider), []

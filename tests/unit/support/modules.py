@@ -8,6 +8,8 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
+from ds_muon.routing import route
+
 VOCAB, WIDTH = 97, 8
 
 
@@ -48,3 +50,21 @@ class GPT(nn.Module):
             self.lm_head = linear(VOCAB)
         if tied:
             self.lm_head.weight = self.wte.weight
+
+
+def decisions(model: nn.Module, **patterns: list[str]) -> dict[str, tuple[str, str]]:
+    return {r.name: (r.half, r.reason) for r in route(model, **patterns).routes}
+
+
+def decision(module: nn.Module | nn.Parameter, path: str = "thing", vocab: int | None = VOCAB) -> tuple[str, str]:
+    """How the weight of one module is routed in a model with a body and, unless None, a vocabulary."""
+    model = Holder(body=linear())
+    if vocab:
+        model.wte = nn.Embedding(vocab, WIDTH)
+    if isinstance(module, nn.Parameter):
+        owner, _, name = path.rpartition(".")
+        holder = Holder(**{name: module})
+        model.m = nested(owner, holder) if owner else holder
+        return decisions(model)["m." + path]
+    model.m = nested(path, module)
+    return decisions(model)[f"m.{path}.weight"]

@@ -11,13 +11,14 @@ ranks than there are GPUs is skipped. ``DS_MUON_TEST_DEFAULTS`` is of ``tests/un
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing as mp
 import os
 import pickle
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -42,9 +43,10 @@ class RankFailure(AssertionError):
 
 class _Workers:
     def __init__(self, world_size: int) -> None:
-        context = mp.get_context("forkserver")
-        # The server imports DeepSpeed once; every worker is forked from it.
-        context.set_forkserver_preload(["deepspeed", "ds_muon", "ds_muon.verify", "torch._dynamo"])
+        context = mp.get_context(_start_method)
+        if _start_method == "forkserver":
+            # The server imports DeepSpeed once; every worker is forked from it.
+            context.set_forkserver_preload(["deepspeed", "ds_muon", "ds_muon.verify", "torch._dynamo"])
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -93,6 +95,7 @@ class _Workers:
 
 
 _running: dict[int, _Workers] = {}
+_start_method = "forkserver"
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
@@ -115,6 +118,22 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         if len(failure.errors) < world_size or any("hangs" in e or "died" in e for e in failure.errors.values()):
             _running.pop(world_size).stop()
         raise
+
+
+@contextlib.contextmanager
+def new_ranks(**environment: str) -> Iterator[None]:
+    """Within this context ranks are processes of their own that import everything under these variables."""
+    global _running, _start_method
+    before = _running, _start_method
+    _running, _start_method = {}, "spawn"
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            yield
+    finally:
+        stop_all()
+        _running, _start_method = before
 
 
 @atexit.register

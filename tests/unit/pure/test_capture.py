@@ -3,51 +3,16 @@
 from __future__ import annotations
 
 import os
-import shlex
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from ds_muon.capture import NanCapture
-from ds_muon.guard import NonFiniteUpdate
-from ds_muon.orthogonalize import NewtonSchulz
 from ds_muon.replay import CaptureError, read_capture
-from tests.unit.support.faulty import faulty_backend, sick
-from tests.unit.support.models import PrescribedGradients, ds_config, start, train_step
-from tests.unit.support.ranks import run_ranks
-from tests.unit.support.steps import exact_gradients
-
-SHAPES = [(30, 20), (8, 8), (5,)]
-SETTINGS = NewtonSchulz.resolve(torch.device("cpu"))
-MAY_MOVE = torch.tensor(True)
-
-
-def environment(folder: Path, **more: str) -> dict[str, str]:
-    return {"DS_MUON_NAN_CAPTURE": "1", "DS_MUON_NAN_CAPTURE_DIR": str(folder), **more}
-
-
-def matrices(count: int = 1) -> Tensor:
-    return torch.randn(count, 4, 6, generator=torch.Generator().manual_seed(0))
-
-
-def with_nan(batch: Tensor) -> Tensor:
-    batch = batch.clone()
-    batch[:, 1, 2] = torch.nan
-    return batch
-
-
-def capture_one(monkeypatch: pytest.MonkeyPatch, folder: Path, **more: str) -> NanCapture:
-    for key, value in environment(folder, **more).items():
-        monkeypatch.setenv(key, value)
-    capture = NanCapture(rank=3)
-    capture.start_step(7, MAY_MOVE)
-    kept = capture.keep(list(matrices()))
-    capture.save_nonfinite(["layer.weight"], kept, with_nan(matrices()), SETTINGS)
-    return capture
+from tests.unit.support.captures import MAY_MOVE, SETTINGS, capture_one, environment, matrices, with_nan
 
 
 def test_a_file_holds_input_output_settings_and_versions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -256,140 +221,3 @@ def test_half_a_file_and_none_are_clear_errors(monkeypatch: pytest.MonkeyPatch, 
         read_capture(path)
     with pytest.raises(CaptureError, match="No such file"):
         read_capture(tmp_path / "nothing.pt")
-
-
-# ---- in a step ------------------------------------------------------------------------------------------------------
-
-
-def captured_step(config: dict[str, Any], env: dict[str, str], overwrite: bool = False) -> dict[str, Any]:
-    """One step in which the (30, 20) matrix comes out with a NaN."""
-    from ds_muon import muon_group
-
-    engine = start(PrescribedGradients(SHAPES), config)
-    gradients = exact_gradients(SHAPES, 0, engine.device)
-    original = muon_group.orthogonalize_batch
-
-    def overwriting(inputs: list[Tensor], settings: NewtonSchulz) -> Tensor:
-        outputs = original(inputs, settings)
-        for matrix in inputs:
-            matrix.fill_(torch.nan)
-        return outputs
-
-    batch = overwriting if overwrite else original
-    raised = None
-    with (
-        faulty_backend(engine),
-        sick((30, 20)),
-        mock.patch.dict(os.environ, env),
-        mock.patch.object(muon_group, "orthogonalize_batch", batch),
-    ):
-        try:
-            train_step(engine, gradients)
-        except NonFiniteUpdate as error:
-            raised = str(error)
-    # Nesterov's blend, from zero momentum: (1 - m) G + m (1 - m) G.
-    torch.distributed.all_reduce(gradients[0])
-    blend = gradients[0] / torch.distributed.get_world_size() * (0.05 + 0.95 * 0.05)
-    owner = next(m.owner for m in engine.optimizer.plan.matrices if m.name == "p0")
-    torch.distributed.barrier()
-    return {"raised": raised, "skipped": engine.skipped_steps, "blend": blend.cpu(), "owner": owner}
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_owner_saves_the_whole_input_as_it_was_before_the_kernel(
-    tmp_path: Path, world_size: int, overwrite: bool
-) -> None:
-    env = environment(tmp_path, DS_MUON_NAN_CAPTURE_RAISE="0")
-    config = ds_config({"nan_guard": "skip"})
-    ranks = run_ranks(world_size, captured_step, config, env, overwrite)
-    (path,) = tmp_path.iterdir()
-    capture = read_capture(path)
-    assert capture.name == "p0" and capture.rank == ranks[0]["owner"] and capture.step == 1
-    assert (capture.input - ranks[0]["blend"]).norm() <= 1e-6 * ranks[0]["blend"].norm()
-    assert not capture.output.isfinite().all() and capture.settings.backend == "faulty"
-    assert all(found["raised"] is None and found["skipped"] == 1 for found in ranks)
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("guard", ["skip", "raise"])
-def test_a_capture_stops_all_ranks_with_one_error_that_names_the_file(tmp_path: Path, guard: str) -> None:
-    ranks = run_ranks(2, captured_step, ds_config({"nan_guard": guard}), environment(tmp_path))
-    (path,) = tmp_path.iterdir()
-    (text,) = {found["raised"] for found in ranks}
-    assert "p0 (30 x 20) is not finite" in text and f"ds-muon replay {path}" in text
-
-
-def captured_on_one_rank(config: dict[str, Any], env: dict[str, str], rank: int) -> dict[str, Any]:
-    return captured_step(config, env if torch.distributed.get_rank() == rank else {})
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("rank", [0, 1])
-def test_all_ranks_say_the_same_where_only_one_captures(tmp_path: Path, rank: int) -> None:
-    ranks = run_ranks(2, captured_on_one_rank, ds_config({"nan_guard": "raise"}), environment(tmp_path), rank)
-    (text,) = {found["raised"] for found in ranks}
-    assert "With DS_MUON_NAN_CAPTURE_RAISE=0, nan_guard" in text
-    # The owner saves its input, if it is that rank.
-    assert len(list(tmp_path.iterdir())) == (rank == ranks[0]["owner"])
-
-
-def steps_after_a_capture(config: dict[str, Any], env: dict[str, str]) -> list[str | None]:
-    """What each of three steps raises; the first one comes out with a NaN. Then one more, without the capture."""
-    engine = start(PrescribedGradients(SHAPES), config)
-    raised: list[str | None] = []
-    with faulty_backend(engine):
-        for step in range(3):
-            switched_on = {} if step == 2 else env
-            with sick((30, 20) if step == 0 else None), mock.patch.dict(os.environ, switched_on):
-                try:
-                    train_step(engine, exact_gradients(SHAPES, step, engine.device))
-                    raised.append(None)
-                except NonFiniteUpdate as error:
-                    raised.append(str(error))
-    return raised
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_without_the_guard_all_ranks_stop_together_in_the_next_step(tmp_path: Path, world_size: int) -> None:
-    ranks = run_ranks(world_size, steps_after_a_capture, ds_config(), environment(tmp_path), timeout=60.0)
-    (path,) = tmp_path.iterdir()
-    assert len({tuple(raised) for raised in ranks}) == 1
-    first, second, third = ranks[0]
-    assert first is None and third is None
-    assert second is not None and f"ds-muon replay {path}" in second
-    assert "the update of p0 was not finite and, with nan_guard off, has been applied: load a checkpoint" in second
-
-
-@pytest.mark.ranks
-def test_without_the_guard_a_run_goes_on_if_told_to(tmp_path: Path) -> None:
-    env = environment(tmp_path, DS_MUON_NAN_CAPTURE_RAISE="0")
-    assert run_ranks(2, steps_after_a_capture, ds_config(), env, timeout=60.0) == [[None, None, None]] * 2
-
-
-@pytest.mark.ranks
-def test_a_command_to_paste_works_from_any_folder_and_with_any_name(tmp_path: Path) -> None:
-    folder = tmp_path / "my captures; rm x"
-    env = environment(folder)
-    ranks = run_ranks(2, captured_step, ds_config({"nan_guard": "raise"}), env)
-    (path,) = folder.iterdir()
-    assert all(f"ds-muon replay {shlex.quote(str(path))}" in found["raised"] for found in ranks)
-
-
-def test_the_warning_of_a_rank_names_the_file_as_a_shell_takes_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with mock.patch("ds_muon.capture.log") as warning:
-        (path,) = capture_one(monkeypatch, Path("my captures")).saved
-    assert path.is_absolute() and path.exists()
-    assert warning.call_args.args[0].endswith(f"ds-muon replay '{path}'")
-
-
-@pytest.mark.ranks
-def test_a_folder_that_cannot_be_written_to_stops_nothing(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    ranks = run_ranks(2, captured_step, ds_config({"nan_guard": "skip"}), environment(tmp_path / "file"))
-    assert all(found["raised"] is None and found["skipped"] == 1 for found in ranks)
