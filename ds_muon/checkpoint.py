@@ -172,6 +172,7 @@ def check_before_loading(engine: Any, load_dir: str, tag: str, *, with_scheduler
         error = _explained(caught, folder)
     raise_together(error, group)
     assert found is not None
+    _say_what_changes(found, engine.optimizer.optimizer)
     return found
 
 
@@ -306,7 +307,7 @@ def _fit(engine: Any, files: _Files, seen: Sequence[tuple[str, Mapping[int, _Fac
             raise _Misfit(f"it was saved by another optimizer or variant: {difference}")
     if not zero.compute_grad_norm and whole[deepspeed_zero.CLIP_GRAD] > 0:
         raise _Misfit("it was saved with gradient_clipping, which zero_optimization.compute_grad_norm = false forbids")
-    same_groups = sources == list(range(len(saved_groups)))
+    same_groups = _are_the_same_groups(sources, saved_groups)
     if not same_groups and with_scheduler and (scheduler := _keeps_a_list(engine.lr_scheduler)):
         raise _Misfit(
             f"it was saved with other param groups, for each of which the scheduler, a {scheduler}, keeps rates of its "
@@ -321,7 +322,6 @@ def _fit(engine: Any, files: _Files, seen: Sequence[tuple[str, Mapping[int, _Fac
     saved_buffers = Buffers(whole[LAYOUT], _partition_sizes(states))
     to_hold = tuple(pieces(saved_buffers, Buffers(ours, zero.partition_size), numels, rank))
     shards = {k: opened(k) for k in sorted({home, *(piece.shard for piece in to_hold)})}
-    _say_what_changes(states, zero.optimizer, same_groups)
     return Found(shards, home, to_hold, tuple(sources), _rows(whole[SHARD]["params"]))
 
 
@@ -420,16 +420,21 @@ def _rows(params: Sequence[Sequence[Any]]) -> dict[str, tuple[int, int, int]]:
     return rows
 
 
-def _say_what_changes(states: Sequence[Mapping[str, Any]], optimizer: Any, same_groups: bool) -> None:
+def _say_what_changes(found: Found, optimizer: Any) -> None:
+    states = _states(found.whole)
     saved = {state["momentum_buffer"].dtype for state in states if "momentum_buffer" in state}
     ours = optimizer.momentum_buffer(0).dtype
     if saved != {ours}:
         say(f"the checkpoint's momentum, {', '.join(map(name_of, saved))}, is converted to {name_of(ours)}")
-    if not same_groups:
+    if not _are_the_same_groups(found.sources, states):
         say(
             "the checkpoint was saved with other param groups: each takes the rates and settings that its parameters "
             "had in there"
         )
+
+
+def _are_the_same_groups(sources: Sequence[int], saved: Sequence[Any]) -> bool:
+    return list(sources) == list(range(len(saved)))
 
 
 def _read(engine: Any, path: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Binds DSMuon to DeepSpeed's engine: the only module that changes anything of DeepSpeed's or torch's.
 
-Eleven methods of ``DeepSpeedEngine`` are wrapped, and the constructors of the schedulers that take one number for all
+Twelve methods of ``DeepSpeedEngine`` are wrapped, and the constructors of the schedulers that take one number for all
 param groups. Each wrapper does its part for an engine whose optimizer type is DSMuon, or for a scheduler of DSMuon, and
 for any other does what DeepSpeed or torch does. After ``torch.distributed.init_process_group`` a rank leaves word in
 the group's store that it has imported this package.
@@ -14,6 +14,7 @@ import logging
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -52,6 +53,7 @@ _ENGINE_METHODS = (
     "_configure_zero_optimizer",
     "_scheduler_from_config",
     "_configure_lr_scheduler",
+    "load_checkpoint",
     "_load_checkpoint",
     "_load_zero_checkpoint",
     "load_module_state_dict",
@@ -160,6 +162,7 @@ def register() -> None:
         _configure_zero_optimizer,
         _scheduler_from_config,
         _configure_lr_scheduler,
+        load_checkpoint,
         _load_checkpoint,
         _load_zero_checkpoint,
         load_module_state_dict,
@@ -339,12 +342,28 @@ def _configure_lr_scheduler(original: Callable[..., None], engine: Any) -> None:
             log(line)
 
 
+def load_checkpoint(
+    original: Callable[..., Any], engine: Any, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any
+) -> Any:
+    """Refuse a folder without the file ``latest`` on some ranks: DeepSpeed's loads nothing there, and others wait."""
+    if tag is None and isinstance(engine.optimizer, MuonZeroOptimizer):
+        there = gather(Path(load_dir, "latest").is_file(), engine.optimizer.dp_process_group)
+        if any(there) and not all(there):
+            raise FileNotFoundError(
+                f"{Path(load_dir, 'latest')} is there on rank {there.index(True)}, and not on rank "
+                f"{there.index(False)}; give every rank the same folder, or pass the tag"
+            )
+    return original(load_dir, tag, *args, **kwargs)
+
+
 def _load_checkpoint(original: Callable[..., Any], engine: Any, load_dir: str, tag: str, **options: Any) -> Any:
     """Refuse a checkpoint that does not fit while the engine is as it was."""
     with_optimizer = options.get("load_optimizer_states", True) and not options.get("load_module_only", False)
     if with_optimizer and isinstance(engine.optimizer, MuonZeroOptimizer):
         with_scheduler = options.get("load_lr_scheduler_states", True)
         engine._ds_muon_found = check_before_loading(engine, load_dir, tag, with_scheduler=with_scheduler)
+    elif isinstance(engine.optimizer, MuonZeroOptimizer):
+        say("momentum, moments, variances and fp32 weights are not loaded: state stays as it is, zero in a new engine")
     try:
         return original(load_dir, tag, **options)
     except BaseException:

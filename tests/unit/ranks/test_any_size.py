@@ -168,10 +168,13 @@ def run_kinds(stage: int, folder: str, seed: int, how: dict[str, bool] | None) -
     torch.manual_seed(seed)
     engine = start(Kinds(), ds_config(stage=stage, dtype="bfloat16"))
     train_step(engine, torch.arange(12, device=engine.device))
+    lines: list[str] = []
     if how is None:
         engine.save_checkpoint(folder)
     else:
-        engine.load_checkpoint(folder, **how)
+        with mock.patch("ds_muon.registration.say", lines.append):
+            engine.load_checkpoint(folder, **how)
+    assert [line[:8] for line in lines] == (["momentum"] if how else [])
     found = by_name(engine)
     train_step(engine, torch.arange(12, device=engine.device))
     engine.destroy()
@@ -234,11 +237,15 @@ def refuse_all(folder: str, tags: list[str]) -> list[str]:
     engine = start(Layers(), CONFIG)
     train_step(engine, torch.ones(4, 16, device=engine.device, dtype=torch.bfloat16))
     before, said = everything(engine), []
+    tag: str | None
     for tag in tags:
+        place = folder
         if tag == "per rank":
             tag = f"step{1 + min(1, torch.distributed.get_rank())}"
-        with pytest.raises((ValueError, RuntimeError)) as refused:
-            engine.load_checkpoint(folder, tag=tag)
+        elif tag == "latest":
+            tag, place = None, folder if torch.distributed.get_rank() else f"{folder}/step1"
+        with pytest.raises((ValueError, RuntimeError, FileNotFoundError)) as refused:
+            engine.load_checkpoint(place, tag=tag)
         said.append(str(refused.value))
         assert_same(before, everything(engine))
     engine.load_checkpoint(folder, tag="step2")
@@ -313,10 +320,11 @@ def test_shards_that_do_not_belong_together_are_refused_on_every_rank_before_any
         spoil(tmp_path / tag)
     # What an earlier save by more ranks has left behind is none of this one.
     shutil.copy(shard(tmp_path / "step1", 0), shard(tmp_path / "step2", 3))
-    for said in run_ranks(2, refuse_all, str(tmp_path), [*tags, "per rank"]):
+    for said in run_ranks(2, refuse_all, str(tmp_path), [*tags, "per rank", "latest"]):
         for text, (name, (_, pattern)) in zip(said, FATES.items(), strict=False):
             assert re.search(pattern, text), (name, text)
-        assert "rank 0 loads the tag 'step1', and rank 1 'step2'" in said[-1]
+        assert "rank 0 loads the tag 'step1', and rank 1 'step2'" in said[-2]
+        assert "latest is there on rank 1, and not on rank 0" in said[-1]
 
 
 def load_early(folder: str) -> list[dict[str, Any]]:
@@ -335,6 +343,22 @@ def test_shards_of_an_early_version_load_in_the_layout_that_saved_them(tmp_path:
     forget(tmp_path / "early")
     for usual, early in run_ranks(3, load_early, str(tmp_path)):
         assert_same(early, usual)
+
+
+def load_clipped(folder: str) -> str:
+    shapes = SHAPES[:3]
+    for config in (ds_config(gradient_clipping=1.0), ds_config(zero={"compute_grad_norm": False})):
+        engine = start(PrescribedGradients(shapes), config)
+        if config["gradient_clipping"]:
+            engine.save_checkpoint(folder)
+    with pytest.raises((ValueError, RuntimeError)) as refused:
+        engine.load_checkpoint(folder)
+    return str(refused.value)
+
+
+def test_clipping_without_norms_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    for text in run_ranks(2, load_clipped, str(tmp_path)):
+        assert "it was saved with gradient_clipping" in text
 
 
 # ---- param groups whose meaning is not clear ------------------------------------------------------------------------
