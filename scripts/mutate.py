@@ -95,7 +95,7 @@ FAULTS = (
     Fault("muon_group", "        returning.wait()\n", "", GROUP),
     Fault("muon_group", "        gathering.wait()\n", "", GROUP),
     Fault("muon_group", "            self.row_variance.agree()\n", "            pass\n", NORMUON),
-    Fault("muon_group", "        del gathering, inputs  # what was gathered has served\n", "", GROUP),
+    Fault("muon_group", "        del gathering, inputs  # frees the gathered matrices\n", "", GROUP),
     Fault("muon_group", "(turn, turn - 1, turn - 2)", "(turn, turn - 1, turn - 1)", GROUP),
     # ---- what travels
     Fault("exchange", "flat_matrix.narrow(0, piece.start, piece.numel)", "flat_matrix.narrow(0, 0, piece.numel)", EXCHANGE),
@@ -104,7 +104,7 @@ FAULTS = (
     Fault("plan/partition", "taken = min(numel - start, partition_size - inside)", "taken = numel - start", PARTITION),
     Fault("plan/partition", "return self.holders != (self.owner,)", "return self.straddles", OWNERS),
     Fault("plan/partition", "end = start + numels[index]", "end = start + numels[index] + 1", PARTITION),
-    Fault("plan/partition", 'return (rows, cols) if layout == "out_in" else (cols, rows)', "return (rows, cols)", "ranks/test_conv1d.py"),
+    Fault("layout", 'return (rows, cols) if layout == "out_in" else (cols, rows)', "return (rows, cols)", "ranks/test_conv1d.py"),
     Fault("plan/owners", "return best if after < before", "return owners if after < before", OWNERS),
     Fault("plan/owners", "key=lambda piece: (loads[piece[0]], -piece[1], piece[0])", "key=lambda piece: -piece[1]", OWNERS),
     Fault("plan/owners", "(1 - rates.least_gain)", "1", OWNERS),
