@@ -27,7 +27,7 @@ from ds_muon.bench.step import CANDIDATES, Measured, Parts, RankParts, Run, Task
 from ds_muon.bench.step_rank import _middle_half, bytes_together
 from ds_muon.orthogonalize import NewtonSchulz
 from ds_muon.ranks import RanksFailed, run_ranks
-from tests.unit.support.cases import first_of
+from tests.unit.support.cases import full
 from tests.unit.support.ranks import run_ranks as run_in_workers
 
 ADAMW, TORCH, MUON, OURS, ALLREDUCE = CANDIDATES.values()
@@ -370,7 +370,7 @@ def test_a_rank_that_fails_alone_does_not_wait_for_those_that_wait_for_it(store:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", first_of(["measure", "iterate"]))
+@pytest.mark.parametrize("method", [full("measure"), full("iterate")])
 def test_one_failing_rank_ends_the_run(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """While it builds an engine, or in a round."""
     candidates = make_candidates(["dsmuon"], {}, None, on_cpu=True)
