@@ -49,11 +49,16 @@ class Scale:
     model: GPTConfig
     micro_batch: int
     steps: int
+    full_steps: int
     bf16: bool
 
 
-CPU = Scale(GPTConfig(n_layer=5, n_head=6, n_embd=192, block_size=128), micro_batch=8, steps=100, bf16=False)
-GPU = Scale(GPTConfig(n_layer=9, n_head=8, n_embd=512, block_size=256), micro_batch=32, steps=375, bf16=True)
+CPU = Scale(
+    GPTConfig(n_layer=5, n_head=6, n_embd=192, block_size=128), micro_batch=8, steps=60, full_steps=400, bf16=False
+)
+GPU = Scale(
+    GPTConfig(n_layer=9, n_head=8, n_embd=512, block_size=256), micro_batch=32, steps=375, full_steps=1500, bf16=True
+)
 
 
 def standard_library() -> tuple[Tensor, Tensor]:
@@ -108,7 +113,7 @@ def train(args: argparse.Namespace) -> int:
     """Train, write `args.out`/<optimizer>.json, and return the exit code."""
     on_gpu = get_accelerator().device_name() == "cuda"
     scale = GPU if on_gpu else CPU
-    steps = args.steps or scale.steps * (4 if args.full else 1)
+    steps = args.steps or (scale.full_steps if args.full else scale.steps)
     length = scale.model.block_size
     config = json.loads(Path(args.deepspeed_config).read_text())
     config["train_micro_batch_size_per_gpu"] = scale.micro_batch
@@ -330,7 +335,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for logs and picture")
     parser.add_argument("--steps", type=int, help="optimizer steps (default: about a minute's worth)")
-    parser.add_argument("--full", action="store_true", help="four times as many steps as by default")
+    parser.add_argument("--full", action="store_true", help="train for longer: two minutes' worth of steps or more")
     parser.add_argument("--report", nargs="+", metavar="RUN", help="merge and draw what runs left in --out")
     parser.add_argument("--local_rank", type=int, help="set by the launcher")
     parser.add_argument("--deepspeed_config", help="ds_config.json of the run")
