@@ -33,18 +33,20 @@ class Strip:
 
     def of(self, piece: Tensor, axis: int) -> Tensor:
         """These rows (axis 0) or columns (axis 1) of a (rows, cols) tensor, side by side. A view where one can be."""
-        if self.count == 1:
-            return piece.narrow(axis, self.first, self.size)
-        strips = piece.unflatten(axis, (self.count, self.period)).narrow(axis + 1, self.first, self.size)
+        strips = self._strips(piece, axis)
         return strips.flatten(axis, axis + 1)
 
     def store(self, matrix: Tensor, piece: Tensor, axis: int) -> None:
         """Write ``matrix`` to these rows or columns of ``piece``, in place."""
+        strips = self._strips(piece, axis)
+        strips.copy_(matrix.reshape(strips.shape))
+
+    def _strips(self, piece: Tensor, axis: int) -> Tensor:
+        """(count, size, cols) or (rows, count, size), a view of ``piece``."""
         if self.count == 1:
-            piece.narrow(axis, self.first, self.size).copy_(matrix)
-        else:
-            strips = piece.unflatten(axis, (self.count, self.period)).narrow(axis + 1, self.first, self.size)
-            strips.copy_(matrix.unflatten(axis, (self.count, self.size)))
+            return piece.narrow(axis, self.first, self.size).unsqueeze(axis)
+        shape = [*piece.shape[:axis], self.count, self.period, *piece.shape[axis + 1 :]]
+        return piece.view(shape).narrow(axis + 1, self.first, self.size)
 
     def indices(self) -> list[int]:
         """The numbers of these rows or columns."""
