@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ds_muon.layout import Layout
+from ds_muon.layout import Layout, Piece, whole
 from ds_muon.roles import (
     EMBEDDINGS,
     FLAT_STACK,
@@ -100,6 +100,10 @@ class Routing:
     def layouts(self) -> dict[str, Layout]:
         """How each tensor lies in memory, by its first name."""
         return {route.name: route.layout for route in self.routes}
+
+    def pieces(self) -> dict[str, tuple[Piece, ...]]:
+        """Where the matrices lie in each of Muon's tensors, by its first name."""
+        return {route.name: whole(*route.shape) for route in self.of_half("muon")}
 
     def table(self) -> str:
         """One aligned line per tensor: name (and a second one, if tied), shape, half, reason."""
