@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_muon.dtypes import DTYPES
-from ds_muon.layout import Layout, Piece, whole
+from ds_muon.layout import Layout, Piece
 
 # NorMuon's state, which is not cut like a partition.
 ROW_VARIANCE = "row_variance"
@@ -54,6 +54,11 @@ class Placed:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.param.shape) if self.piece is None else self.piece.shapes()[self.strip]
 
+    @property
+    def is_strip(self) -> bool:
+        """Whether other matrices lie between its elements."""
+        return self.piece is not None and bool(self.piece.strips)
+
     def of(self, tensor: Tensor) -> Tensor:
         """This matrix in a tensor of the parameter's shape: a copy, or the tensor itself if it is all of that."""
         if self.piece is None:
@@ -62,6 +67,17 @@ class Placed:
         if self.piece.strips:
             part = self.piece.strips[self.strip].of(part, self.piece.axis)
         return part.clone(memory_format=torch.contiguous_format)
+
+    def put(self, matrix: Tensor, tensor: Tensor) -> None:
+        """Write ``matrix`` to its place in a contiguous tensor of the parameter's shape."""
+        if self.piece is None:
+            tensor.copy_(matrix)
+            return
+        part = tensor.view(-1).narrow(0, self.piece.start, self.piece.numel).view(self.piece.rows, self.piece.cols)
+        if self.piece.strips:
+            self.piece.strips[self.strip].store(matrix, part, self.piece.axis)
+        else:
+            part.copy_(matrix)
 
 
 @dataclass(frozen=True)
@@ -127,13 +143,13 @@ class EngineView:
             for param, offset in zip(params, offsets, strict=True):
                 name, use_muon = zero.param_names[param], bool(zero.param_groups[group]["use_muon"])
                 there = (param, group, offset, use_muon)
-                if not use_muon or pieces.get(name) in (None, whole(*param.shape)):
+                matrices = [(piece, i, m) for piece in pieces.get(name, ()) for i, m in enumerate(piece.names(name))]
+                if use_muon and (len(matrices) > 1 or param.ndim > 2):
+                    for piece, strip, matrix in matrices:
+                        yield Placed(matrix, *there, layouts[name], piece, strip)
+                else:
                     # An own look at the module, for the optimizer's routing may be wrong.
                     yield Placed(name, *there, _layout(module, name))
-                    continue
-                for piece in pieces[name]:
-                    for strip, matrix in enumerate(piece.names(name)):
-                        yield Placed(matrix, *there, layouts[name], piece, strip)
 
     # ---- settings -----------------------------------------------------------------------------------------------
 

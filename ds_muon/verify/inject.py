@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ds_muon.exchange import Transfer
 from ds_muon.guard import Findings, Verdict
+from ds_muon.layout import out_and_in
 from ds_muon.muon_group import MuonGroup, in_turns
 from ds_muon.orthogonalize import orthogonalize
 from ds_muon.passes import Where
@@ -235,6 +236,35 @@ def _conv1d_scale(zero: Any, replace: _Replace) -> None:
         replace("_scale", scale, group)
 
 
+def _unsplit(zero: Any, replace: _Replace) -> None:
+    """The matrices of a tensor are orthogonalized as one."""
+    of_tensors: dict[str, list[Unit]] = {}
+    for unit in zero.plan.units:
+        of_tensors.setdefault(unit.tensor, []).append(unit)
+    several = [
+        name
+        for name, units in of_tensors.items()
+        if sum(len(unit.matrices) for unit in units) > 1 and len({rank for u in units for rank in u.holders}) == 1
+    ]
+    if not several:
+        raise CannotVerify("no tensor of several matrices (experts, muon_blocks) lies whole on one rank")
+    if zero.optimizer.config.variant == "normuon":
+        raise CannotVerify("with NorMuon, rows are also evened out by moments that such a tensor does not have")
+
+    def together(group: MuonGroup, plan: GroupPlan, begun: _Begun) -> None:
+        for name in several:
+            held = [(unit, part) for unit, part in plan.held(_rank(zero)) if unit.tensor == name]
+            if held:
+                start, end = held[0][1].offset, held[-1][1].offset + held[-1][1].numel
+                u = begun.u[start:end].view(-1, held[0][0].cols)
+                (output,) = orthogonalize([u], zero.newton_schulz)
+                sides = out_and_in(*u.shape, held[0][0].matrices[0].layout)
+                scale = update_scale(zero.optimizer.config.adjust_lr_fn, *sides)
+                begun.partition[start:end].copy_(output.reshape(-1)).mul_(scale)
+
+    _spoil_updates(zero, replace, together)
+
+
 def _padding(zero: Any, replace: _Replace) -> None:
     """Padding at the start of the second holder's partition is read as part of a straddling matrix."""
     _a_straddling_matrix(zero)
@@ -332,6 +362,7 @@ FAULTS: dict[str, Fault] = {
         Fault("weight-decay", "AdamW's weight decay on Muon's weights", diagnose.WEIGHT_DECAY, _weight_decay),
         Fault("idle-moves", "a matrix without a gradient moves", diagnose.WITHOUT_GRADIENT, _idle_moves, steps=2),
         Fault("conv1d-scale", "a Conv1D's scale is its transpose's", diagnose.TRANSPOSED_SCALE, _conv1d_scale),
+        Fault("unsplit", "a tensor's matrices are taken as one", diagnose.UNSPLIT, _unsplit),
     )
 }
 
