@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +67,7 @@ class EngineView:
     Args:
         zero: ``engine.optimizer``.
         module: ``engine.module``.
-        names: the parameters to look at; all by default.
+        only: the name of the one parameter to look at; all by default.
 
     Attributes:
         placed: those parameters, in flat order.
@@ -77,7 +77,7 @@ class EngineView:
         CannotVerify: not a ZeRO-1/2 optimizer with DSMuon or DeepSpeed's Muon.
     """
 
-    def __init__(self, zero: Any, module: nn.Module, names: Collection[str] | None = None) -> None:
+    def __init__(self, zero: Any, module: nn.Module, only: str | None = None) -> None:
         if not hasattr(zero, "single_partition_of_fp32_groups") or not hasattr(zero, "round_robin_bit16_offsets"):
             raise CannotVerify(
                 f"the engine's optimizer is {type(zero).__name__}: only DeepSpeed's ZeRO optimizer of stage 1 or 2 can "
@@ -91,7 +91,7 @@ class EngineView:
         self.rank = dist.get_rank(self.process_group)
         self.world_size = dist.get_world_size(self.process_group)
         located = list(self._located(module))
-        self.placed = [placed for placed in located if names is None or placed.name in names]
+        self.placed = [placed for placed in located if only in (None, placed.name)]
         self.shapes = Counter(tuple(placed.param.shape) for placed in located if placed.use_muon)
         self._owners = {m.name: m.owner for m in zero.plan.matrices} if self.is_dsmuon else {}
 
