@@ -147,8 +147,8 @@ class EngineView:
     @property
     def precision(self) -> str:
         """One line: the dtypes of model, sums, iteration and momentum, and the forms of the iteration that run."""
-        names = [_short(t) for t in (self.zero.dtype, self.summed_in, self.rule.ns_dtype, self.rule.momentum_dtype)]
-        model, sums, iteration, momentum = names
+        dtypes = self.zero.dtype, self.summed_in, self.rule.ns_dtype, self.rule.momentum_dtype
+        model, sums, iteration, momentum = map(_short, dtypes)
         forms = " and ".join(sorted({self._form(shape) for shape in self.shapes}))
         variant = "" if self.rule.beta2 is None else ", NorMuon"
         return f"{model} model, {sums} sums, {forms} in {iteration}, {momentum} momentum{variant}"
@@ -182,11 +182,11 @@ class EngineView:
     def states(self) -> list[dict[str, Tensor | None]]:
         """Momentum or moments by their keys, in fp32; None where they cannot be read."""
         wanted = [(placed, key) for placed in self.placed for key in self._partition_keys(placed)]
-        readable = [(placed, key) for placed, key in wanted if self._is_readable(placed)]
-        found = self._whole([(placed, [self._state_partition(placed, key)]) for placed, key in readable])
-        by_name = {(placed.name, key): tensor for (placed, key), tensor in zip(readable, found, strict=True)}
+        partitions = [(p, [self._state_partition(p, key)]) for p, key in wanted if self._is_readable(p)]
+        found = iter(self._whole(partitions))
         return [
-            {key: by_name.get((p.name, key)) for key in self._partition_keys(p)} | self._row_variance(p)
+            {key: next(found) if self._is_readable(p) else None for key in self._partition_keys(p)}
+            | self._row_variance(p)
             for p in self.placed
         ]
 
@@ -206,11 +206,8 @@ class EngineView:
 
         None where DeepSpeed's Muon has already overwritten it with its update.
         """
-        readable = [placed for placed in self.placed if self._is_readable(placed)]
-        found = self._whole([(placed, self._gradient_pieces(placed.group)) for placed in readable])
-        unscaled = found if self.loss_scale == 1 else [tensor.mul_(1 / self.loss_scale) for tensor in found]
-        by_name = {placed.name: tensor for placed, tensor in zip(readable, unscaled, strict=True)}
-        return [by_name.get(placed.name) for placed in self.placed]
+        found = iter(self._whole([(p, self._gradient_pieces(p.group)) for p in self.placed if self._is_readable(p)]))
+        return [next(found).mul_(1 / self.loss_scale) if self._is_readable(p) else None for p in self.placed]
 
     def _is_readable(self, placed: Placed) -> bool:
         return self.is_dsmuon or not placed.use_muon
