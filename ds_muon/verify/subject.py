@@ -1,15 +1,7 @@
 """What `ds-muon verify` trains: a model and its micro-batches, the user's own or the built-in ones.
 
-A user's own come from a *factory*, named as ``module:factory``::
-
-    def factory(rank: int, world_size: int) -> tuple[nn.Module, Iterable]:
-        return model, batches
-
-``model`` is the same on every rank and returns its loss: a scalar tensor, or an object with ``.loss``, or a mapping
-with ``"loss"``, or a tuple of which the loss is the first. ``batches`` are the micro-batches of this rank: each a
-tensor, a tuple or list (positional arguments of the model), or a mapping (keyword arguments). They are moved to the
-device, but keep their dtype: under fp16 or bf16 the model casts its inputs itself. They are started over when they run
-out. torch's generator is seeded alike on every rank: let ``rank`` make the data differ.
+A user's own come from a *factory*, named as ``module:factory``. What it is given and returns, and what becomes of the
+batches, is in the help of the command (``command.VERIFY_MODEL``).
 """
 
 from __future__ import annotations
