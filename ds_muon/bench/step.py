@@ -245,6 +245,7 @@ def make_candidates(
     """
     rates = {"lr": 0.02, "adam_lr": 3e-4}
     torch_adam = {"torch_adam": True} if on_cpu else {}  # for AdamW's half, where FusedAdam is not to be had
+    torchs = {"lr": 3e-4, "torch_adam": True, "fused": True}
     all_reduce = {"reduce_scatter": False}
     fused = Candidate(
         CANDIDATES["adamw"],
@@ -254,12 +255,7 @@ def make_candidates(
     found = {
         "adamw": [fused],
         "adamw-allreduce": [replace(fused, name=CANDIDATES["adamw-allreduce"], zero=all_reduce)],
-        "adamw-torch": [
-            Candidate(
-                CANDIDATES["adamw-torch"],
-                {"type": "AdamW", "params": {"lr": 3e-4, "torch_adam": True, "fused": True}},
-            )
-        ],
+        "adamw-torch": [Candidate(CANDIDATES["adamw-torch"], {"type": "AdamW", "params": torchs})],
         "muon": [Candidate(CANDIDATES["muon"], {"type": "Muon", "params": {**rates, **torch_adam}})],
         "dsmuon": [],
     }
