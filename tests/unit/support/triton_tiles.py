@@ -16,7 +16,7 @@ from tests.unit.support.interpreter import GPU, defining_kernels
 
 with defining_kernels():
     from ds_muon.orthogonalize import triton_backend
-    from ds_muon.orthogonalize.triton_backend import POINTERS, POINTERS_FP32, QUARTERS, SMALL, WIDE, Tile
+    from ds_muon.orthogonalize.tiles import POINTERS, POINTERS_FP32, QUARTERS, SMALL, WIDE, Tile
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
 HOPPER = GPU and torch.cuda.get_device_capability()[0] == 9
