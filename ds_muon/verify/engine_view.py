@@ -141,8 +141,8 @@ class EngineView:
     @property
     def skipped_for_an_update(self) -> bool:
         """Whether the last skipped step was so for an update that is not finite: there the momentum has moved."""
-        guard = getattr(self.zero, "guard", None)
-        return guard is not None and guard.last is guard.bad_updates
+        skips = getattr(self.zero, "skips", None)
+        return skips is not None and skips.last is skips.bad_updates
 
     @property
     def precision(self) -> str:

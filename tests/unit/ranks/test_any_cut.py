@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from ds_muon import muon_group
-from ds_muon.update import muon_update
+from ds_muon.one_matrix import muon_update
 from tests.unit.support.batches import cut_into
 from tests.unit.support.cases import in_turns, pairwise
 from tests.unit.support.models import PrescribedGradients, ds_config, full_weights, start_groups, train_step, variances

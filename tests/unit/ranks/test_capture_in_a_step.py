@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_muon.guard import NonFiniteUpdate
 from ds_muon.orthogonalize import NewtonSchulz
 from ds_muon.replay import read_capture
+from ds_muon.skipped import NonFiniteUpdate
 from tests.unit.support.captures import SHAPES, capture_one, environment
 from tests.unit.support.faulty import faulty_backend, sick
 from tests.unit.support.models import PrescribedGradients, ds_config, start, train_step
