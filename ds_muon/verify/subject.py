@@ -10,7 +10,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain
+from itertools import count
 from typing import Any
 
 import torch
@@ -101,20 +101,18 @@ def endless(batches: Iterable[Any]) -> Iterator[Any]:
     Raises:
         CannotVerify: they ran out and cannot be started over, as a generator cannot, or there are none.
     """
-    passes = 0
-    while True:
-        iterator = iter(batches)
-        try:
-            first = next(iterator)
-        except StopIteration:
-            if not passes:
-                raise CannotVerify("the factory of --model returned no batches: return at least one") from None
+    for passes in count():
+        empty = True
+        for batch in batches:
+            empty = False
+            yield batch
+        if empty:
             raise CannotVerify(
                 "the batches of --model ran out and cannot be started over: return a list or more of them, "
                 "or lower --steps"
-            ) from None
-        yield from chain([first], iterator)
-        passes += 1
+                if passes
+                else "the factory of --model returned no batches: return at least one"
+            )
 
 
 def loss_of(model: Callable[..., Any], batch: Any, device: torch.device) -> Tensor:
