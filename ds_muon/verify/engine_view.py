@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_muon.agree import gather
 from ds_muon.dtypes import DTYPES
 from ds_muon.layout import Layout
 
@@ -230,18 +231,12 @@ class EngineView:
 
     def stale_ranks(self, weights: Sequence[Tensor]) -> list[tuple[int, ...]]:
         """For each parameter, the ranks whose model does not hold the fp32 weight rounded to its dtype."""
-        stale = torch.tensor(
-            [
-                not torch.equal(placed.param.detach(), weight.to(placed.param.dtype))
-                for placed, weight in zip(self.placed, weights, strict=True)
-            ],
-            dtype=torch.int32,
-            device=self.zero.device,
-        )
-        every = [torch.empty_like(stale) for _ in range(self.world_size)]
-        dist.all_gather(every, stale, group=self.process_group)
-        table = torch.stack(every, dim=1).tolist()
-        return [tuple(rank for rank, is_stale in enumerate(row) if is_stale) for row in table]
+        stale = [
+            not torch.equal(placed.param.detach(), weight.to(placed.param.dtype))
+            for placed, weight in zip(self.placed, weights, strict=True)
+        ]
+        by_parameter = zip(*gather(stale, self.process_group), strict=True)
+        return [tuple(rank for rank, is_stale in enumerate(flags) if is_stale) for flags in by_parameter]
 
     def sum_over_ranks(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The sums of tensors of one dtype, in one collective."""
