@@ -29,7 +29,7 @@ from ds_muon.capture import NanCapture
 from ds_muon.checkpoint import LAYOUT, SHARD, Found, Save, description, layout
 from ds_muon.exchange import element_bytes
 from ds_muon.guard import Findings, StepGuard, Verdict
-from ds_muon.layout import out_and_in
+from ds_muon.layout import outputs
 from ds_muon.muon_group import MuonGroup, in_turns
 from ds_muon.optimizer import CUT_STATE, LARGEST_IN_LIST, DSMuon
 from ds_muon.orthogonalize import release
@@ -89,17 +89,18 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
 
     def initialize_optimizer_states(self) -> None:
         muon = [i for i, group in enumerate(self.optimizer.param_groups) if group["use_muon"]]
-        stored = self.optimizer.routing.layouts()
-        outputs = [[out_and_in(*shape, stored[name])[0] for name, shape in self._shapes(i)] for i in muon]
-        self.optimizer.init_state([sum(of_group) for of_group in outputs])
+        stored, pieces = self.optimizer.routing.layouts(), self.optimizer.routing.pieces()
+        self.optimizer.init_state(
+            [sum(outputs(pieces[name], stored[name]) for name, _ in self._shapes(i)) for i in muon]
+        )
 
     def destroy(self) -> None:
         self.skips.close()
         release()
         super().destroy()
 
-    def _shapes(self, group_index: int) -> list[tuple[str, tuple[int, int]]]:
-        """Name and shape of each matrix of a Muon group, in the group's order."""
+    def _shapes(self, group_index: int) -> list[tuple[str, tuple[int, ...]]]:
+        """Name and shape of each tensor of a Muon group, in the group's order."""
         return [(self.param_names[p], tuple(p.shape)) for p in self.bit16_groups[group_index]]
 
     def _make_plan(self) -> Plan:
@@ -134,6 +135,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
             self.newton_schulz.cost,
             element_bytes=element_bytes(self.newton_schulz, normuon=normuon),
             stored=self.optimizer.routing.layouts(),
+            pieces=self.optimizer.routing.pieces(),
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -401,7 +403,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
             variance = self.optimizer.row_variance(i)
             if variance is not None and group.row_variance is not None:
                 for name, _ in self._shapes(i):
-                    group.row_variance.of(variance, name).copy_(found.row_variance(name))
+                    group.row_variance.of_tensor(variance, name).copy_(found.row_variance(name))
         if from_fp32_weights:
             self._bind_model(keep=True)
         else:

@@ -34,10 +34,10 @@ _BATCH_ELEMENTS = 1 << 26
 
 @dataclass(eq=False)
 class _Watched:
-    """One parameter: its raw gradients, its references, and what is known of it before the engine steps.
+    """A matrix, or a tensor of AdamW's: raw gradients, references, and what is known of it before the engine steps.
 
     Attributes:
-        placed: the parameter, and where it lies.
+        placed: what it is, and where it lies.
         total, magnitude, count: of what autograd gave it on this rank since the last step.
         fp64, same_dtype: the references, which start from the engine's state.
         after: its fp32 weight after the checked step before; None in the first one.
@@ -66,6 +66,7 @@ class _Watched:
     state: dict[str, Tensor | None] = field(init=False)
 
     def add(self, gradient: Tensor) -> None:
+        gradient = self.placed.of(gradient)
         self.total += gradient
         self.magnitude += gradient.abs()
         self.count += 1
@@ -273,7 +274,7 @@ class StepComparison:
         record = UpdateRecord(
             step=self._steps,
             name=placed.name,
-            shape=tuple(placed.param.shape),
+            shape=placed.shape,
             half="muon" if placed.use_muon else "adamw",
             group=placed.group,
             cuts=view.cuts(placed),
@@ -360,7 +361,7 @@ def _worse_of_norm_and_elements(
 
 
 def _zeros(placed: Placed, dtype: torch.dtype) -> Tensor:
-    return torch.zeros_like(placed.param, dtype=dtype, requires_grad=False)
+    return torch.zeros(placed.shape, dtype=dtype, device=placed.param.device)
 
 
 def _norm(tensors: list[Tensor]) -> float:
