@@ -23,7 +23,7 @@ _KINDS: dict[str, Kind] = {
     **dict.fromkeys(("q_proj", "query", "query_proj", "wq", "q", "q_lin", "to_q", "q_proj_weight", "q_attn"), "q"),
     **dict.fromkeys(("k_proj", "key", "key_proj", "wk", "k", "k_lin", "to_k", "k_proj_weight"), "k"),
     **dict.fromkeys(("v_proj", "value", "value_proj", "wv", "v", "v_lin", "to_v", "v_proj_weight"), "v"),
-    **dict.fromkeys(("o_proj", "out_proj", "wo", "o", "out_lin", "dense", "c_proj"), "o"),
+    **dict.fromkeys(("o_proj", "out_proj", "wo", "Wo", "o", "out_lin", "dense", "c_proj"), "o"),
     # DeepSeek's latent attention: the projections up from the latents. Those down to them have no heads.
     "q_b_proj": "q_b",
     "kv_b_proj": "kv_b",
