@@ -130,9 +130,9 @@ def run(name: str, model: nn.Module, attention: nn.Module, o: str | None) -> Ten
     return seen[-1].flatten(0, -2)
 
 
-def blocks_of(tensor: NamedTensor, heads: Heads) -> list[tuple[int, Tensor]]:
+def blocks_of(tensor: NamedTensor, rule: Rule, count: int | None = None) -> list[tuple[int, Tensor]]:
     """Each block's number and which elements of the weight are in it."""
-    made = pieces(tuple(tensor.param.shape), Rule("heads", heads.axis), stored(tensor)[0], heads.count)
+    made = pieces(tuple(tensor.param.shape), rule, stored(tensor)[0], count)
     masks = []
     for piece in made:
         for i in range(len(piece.strips) or 1):
@@ -161,7 +161,7 @@ def test_a_block_of_a_projection_is_one_heads_in_the_forward(name: str) -> None:
             assert (heads.axis, weight.shape[1]) == ("in", before.shape[1])
             continue
         assert heads.axis == "out"
-        for block, mask in blocks_of(tensor, heads):
+        for block, mask in blocks_of(tensor, Rule("heads", heads.axis), heads.count):
             kept = tensor.param.detach().clone()
             with torch.no_grad():
                 tensor.param[mask] += torch.randn(int(mask.sum()))
@@ -179,6 +179,35 @@ def test_a_block_of_a_projection_is_one_heads_in_the_forward(name: str) -> None:
     assert touched == [2 if "kv_b" in found else 3] * HEADS
 
 
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("GPT-2", Rule(3)),
+        ("GPT-NeoX", Rule((WIDTH // HEADS,) * 3, interleaved=True)),
+        ("Falcon, all heads", Rule((WIDTH // HEADS,) * 3, interleaved=True)),
+        ("Phi-3", Rule((24, 12, 12))),
+    ],
+)
+def test_the_rules_for_fused_projections_find_queries_keys_and_values(name: str, rule: Rule) -> None:
+    model = build(name)
+    _, attention, found = attention_of(model)
+    (tensor, _), o = found["fused"], found["o"][0].name.removesuffix(".weight")
+    for each in (param for key, param in model.named_parameters() if key.endswith("bias")):
+        nn.init.zeros_(each)
+    blocks = blocks_of(tensor, rule)
+    assert len(blocks) == 3
+    outputs = []
+    for _, mask in blocks:
+        kept = tensor.param.detach().clone()
+        with torch.no_grad():
+            tensor.param[mask] = 0
+            outputs.append(run(name, model, attention, o))
+            tensor.param.copy_(kept)
+    # Without queries or without keys every token looks at all before it alike; without values nothing is there to see.
+    torch.testing.assert_close(outputs[0], outputs[1])
+    assert outputs[0].abs().max() > 0.1 and outputs[2].abs().max() == 0
+
+
 def test_the_fused_projection_of_torchs_attention_is_split_by_heads() -> None:
     torch.manual_seed(0)
     attention = nn.MultiheadAttention(WIDTH, HEADS, bias=False, batch_first=True)
@@ -192,7 +221,7 @@ def test_the_fused_projection_of_torchs_attention_is_split_by_heads() -> None:
     with torch.no_grad():
         attention.out_proj.weight.copy_(torch.eye(WIDTH))
         before = attention(tokens, tokens, tokens)[0]
-        for block, mask in blocks_of(fused, heads):
+        for block, mask in blocks_of(fused, Rule("heads"), heads.count):
             kept = fused.param.clone()
             fused.param[mask] += torch.randn(int(mask.sum()))
             changed = (attention(tokens, tokens, tokens)[0] - before).abs().amax((0, 1)) > 1e-5

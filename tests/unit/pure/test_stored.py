@@ -130,6 +130,13 @@ def test_the_halves_of_gate_and_up_are_gate_and_up(name: str, rule: Rule) -> Non
             weight.copy_(kept)
 
 
+def test_the_page_lists_the_classes_that_are_checked() -> None:
+    page = Path(__file__).parents[3].joinpath("docs", "blocks.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \(experts, (in|out), \w+\) \| (.*) \|$", page, re.MULTILINE)
+    listed = {first: set(re.findall(r"`(\w+)`", classes)) for first, classes in rows}
+    assert listed == {"in": IN_OUT, "out": CLASSES.keys() - IN_OUT}
+
+
 def test_other_classes_are_not_known_by_the_name_alone() -> None:
     class GptOssExperts(Holder):
         pass
