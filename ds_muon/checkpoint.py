@@ -7,6 +7,7 @@ leave the checkpoint's weights beside another optimizer state, and might stop on
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,7 +123,9 @@ def description(zero: Any, save: Save | None) -> dict[str, Any]:
 
     ``params`` lists, for each param group in its own order, name, shape and, of a matrix of Muon's, number of outputs.
     """
-    rows = {matrix.name: matrix.sides[0] for matrix in zero.plan.matrices}
+    rows = Counter({unit.tensor: 0 for unit in zero.plan.units})
+    for unit in zero.plan.units:
+        rows[unit.tensor] += sum(matrix.sides[0] for matrix in unit.matrices)
     group = zero.dp_process_group
     return {
         "format": FORMAT,

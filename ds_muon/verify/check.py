@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -172,7 +173,7 @@ class StepComparison:
         dtype = torch.float64 if keep_state else torch.float32
         self._raw = [_RawGradient(_zeros(placed, dtype), _zeros(placed, dtype)) for placed in self._placed]
         self._hooks = [
-            placed.param.register_hook(raw.add)  # type: ignore[no-untyped-call]
+            placed.param.register_hook(partial(_add, placed, raw))  # type: ignore[no-untyped-call]
             for placed, raw in zip(self._placed, self._raw, strict=True)
             if placed.param.requires_grad  # one that was frozen since has no gradient
         ]
@@ -315,7 +316,7 @@ class StepComparison:
         record = UpdateRecord(
             step=self._steps,
             name=placed.name,
-            shape=tuple(placed.param.shape),
+            shape=placed.shape,
             half="muon" if placed.use_muon else "adamw",
             group=placed.group,
             cuts=self._view.cuts(placed),
@@ -410,7 +411,11 @@ def _worse_of_norm_and_elements(
 
 
 def _zeros(placed: Placed, dtype: torch.dtype) -> Tensor:
-    return torch.zeros_like(placed.param, dtype=dtype, requires_grad=False)
+    return torch.zeros(placed.shape, dtype=dtype, device=placed.param.device)
+
+
+def _add(placed: Placed, raw: _RawGradient, gradient: Tensor) -> None:
+    raw.add(placed.of(gradient))
 
 
 def _norm(tensors: list[Tensor]) -> float:

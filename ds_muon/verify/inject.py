@@ -22,7 +22,7 @@ from ds_muon.guard import Findings, Verdict
 from ds_muon.muon_group import MuonGroup, in_turns
 from ds_muon.orthogonalize import orthogonalize
 from ds_muon.passes import Where
-from ds_muon.plan.partition import GroupPlan, Matrix, Slice
+from ds_muon.plan.partition import GroupPlan, Matrix, Slice, Unit
 from ds_muon.update import advance_row_variance, update_scale
 from ds_muon.verify import diagnose
 from ds_muon.verify.engine_view import CannotVerify
@@ -142,9 +142,9 @@ def _momentum_twice(zero: Any, replace: _Replace) -> None:
 
 def _idle_moves(zero: Any, replace: _Replace) -> Callable[[], None]:
     """A matrix that has no gradient goes on by its momentum and decays. One of them has none after the first step."""
-    matrices = zero.plan.matrices
-    chosen = next((matrix for matrix in matrices if matrix.straddles), matrices[0])
-    (param,) = (param for param, name in zero.param_names.items() if name == chosen.name)
+    units = zero.plan.units
+    chosen = next((unit for unit in units if unit.straddles), units[0])
+    (param,) = (param for param, name in zero.param_names.items() if name == chosen.tensor)
     steps: list[int] = []
 
     def commit(original: Callable[..., None], gradients: list[Tensor], findings: Findings) -> None:
@@ -172,19 +172,22 @@ def _slice(zero: Any, replace: _Replace) -> None:
 
     def orthogonalize_slices(group: MuonGroup, plan: GroupPlan, begun: _Begun) -> None:
         partition, variance = begun.partition, begun.variance
-        for matrix, piece in plan.held(_rank(zero)):
-            if not matrix.straddles:
+        for unit, held in plan.held(_rank(zero)):
+            if not unit.straddles:
                 continue
-            alone = partition.new_zeros(matrix.rows * matrix.cols)
-            alone[piece.start : piece.start + piece.numel] = _piece(begun.u, piece)
-            (output,) = orthogonalize([alone.view(matrix.rows, matrix.cols)], zero.newton_schulz)
-            if group.row_variance is not None and variance is not None:
-                before, beta2 = group.row_variance.of(variance, matrix.name), zero.optimizer.config.beta2
-                _, factors = advance_row_variance(output[None], before[None], beta2=beta2, layout=matrix.layout)
-                output = output * factors[0]
-            scale = update_scale(zero.optimizer.config.adjust_lr_fn, *matrix.sides)
-            own = output.reshape(-1)[piece.start : piece.start + piece.numel]
-            _piece(partition, piece).copy_(own).mul_(scale)
+            alone = partition.new_zeros(unit.rows, unit.cols)
+            alone.view(-1)[held.start : held.start + held.numel] = _held(begun.u, held)
+            for matrix in unit.matrices:
+                (output,) = orthogonalize([matrix.of(alone)], zero.newton_schulz)
+                if group.row_variance is not None and variance is not None:
+                    before, beta2 = group.row_variance.of(variance, matrix.name), zero.optimizer.config.beta2
+                    _, factors = advance_row_variance(output[None], before[None], beta2=beta2, layout=matrix.layout)
+                    output = output * factors[0]
+                output = output * update_scale(zero.optimizer.config.adjust_lr_fn, *matrix.sides)
+                matrix.put(output, alone)
+                if matrix.strip is None:
+                    alone = output
+            _held(partition, held).copy_(alone.reshape(-1)[held.start : held.start + held.numel])
 
     _spoil_updates(zero, replace, orthogonalize_slices)
 
@@ -201,17 +204,17 @@ def _orthogonalized_twice(zero: Any, replace: _Replace) -> None:
 def _transposed(zero: Any, replace: _Replace) -> None:
     """The result of a tall matrix, which is iterated on as a wide one, is stored without turning it back."""
 
-    def is_tall(matrix: Matrix) -> bool:
-        return matrix.rows > matrix.cols and not matrix.straddles
+    def is_tall(unit: Unit) -> bool:
+        return unit.rows > unit.cols and not unit.straddles
 
-    if not any(is_tall(matrix) for matrix in zero.plan.matrices):
+    if not any(is_tall(unit) for unit in zero.plan.units):
         raise CannotVerify("no tall matrix lies whole on one rank")
 
     def transpose(group: MuonGroup, plan: GroupPlan, begun: _Begun) -> None:
-        for matrix, piece in plan.held(_rank(zero)):
-            if is_tall(matrix):
-                stored = _piece(begun.partition, piece)
-                stored.copy_(stored.view(matrix.rows, matrix.cols).mT.reshape(-1))
+        for unit, held in plan.held(_rank(zero)):
+            if is_tall(unit):
+                stored = _held(begun.partition, held)
+                stored.copy_(stored.view(unit.rows, unit.cols).mT.reshape(-1))
 
     _spoil_updates(zero, replace, transpose)
 
@@ -373,12 +376,12 @@ def _spoil_updates(zero: Any, replace: _Replace, spoil: Callable[[MuonGroup, Gro
         replace("updates", updates, group)
 
 
-def _piece(partition: Tensor, piece: Slice) -> Tensor:
-    return partition.narrow(0, piece.offset, piece.numel)
+def _held(partition: Tensor, held: Slice) -> Tensor:
+    return partition.narrow(0, held.offset, held.numel)
 
 
 def _a_straddling_matrix(zero: Any) -> None:
-    if not any(matrix.straddles for matrix in zero.plan.matrices):
+    if not any(unit.straddles for unit in zero.plan.units):
         raise CannotVerify("no matrix straddles a partition boundary with this model and world size")
 
 
