@@ -109,10 +109,12 @@ class Attentions:
             holder = self._modules.get(path)
         if holder is None:
             return None
-        names = [cls.__name__ for cls in type(holder).__mro__]
-        if any(_FUSED.get(each) == own for each in names):
+        classes = type(holder).__mro__
+        # Another class of the same name may have them in any order.
+        checked = [each.__name__ for each in classes if each.__module__.partition(".")[0] in ("torch", "transformers")]
+        if any(_FUSED.get(each) == own for each in checked):
             return holder, "fused"
-        if own in _KINDS and any(map(_ATTENTION_CLASS.search, names)):
+        if own in _KINDS and any(_ATTENTION_CLASS.search(each.__name__) for each in classes):
             return holder, _KINDS[own]
         return None
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_muon.blocks import Rule, pieces
+from ds_muon.blocks import BlocksError, Rule, pieces
 from ds_muon.heads import Attentions, Heads
 from ds_muon.layout import out_and_in
 from ds_muon.roles import NamedTensor, named_tensors
@@ -229,6 +229,18 @@ def test_the_fused_projection_of_torchs_attention_is_split_by_heads() -> None:
             assert changed.view(HEADS, -1).any(1).nonzero().flatten().tolist() == [block % HEADS]
             touched[block % HEADS] += 1
     assert touched == [3] * HEADS
+
+
+def test_a_fused_projection_of_another_class_of_the_same_name_is_not_known() -> None:
+    class GPT2Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_heads, self.c_attn = HEADS, nn.Linear(WIDTH, 3 * WIDTH)
+
+    attentions = Attentions(nn.ModuleDict({"attn": GPT2Attention()}))
+    assert attentions.kind("attn.c_attn.weight") is None
+    with pytest.raises(BlocksError, match="not known as a projection of attention"):
+        attentions.heads("attn.c_attn.weight", 3 * WIDTH, WIDTH)
 
 
 @pytest.mark.parametrize(
