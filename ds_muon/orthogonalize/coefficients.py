@@ -83,11 +83,11 @@ COEFFICIENTS: dict[str, CoefficientTable] = {
             ),
             1.01,
         ),
-        source="scripts/minimax_coefficients.py: composed as in Amsel et al. (2025), arXiv:2505.16932, safety factor 1.01",
+        source="scripts/minimax_coefficients.py, as Amsel et al. (2025), arXiv:2505.16932, safety factor 1.01",
         steps=4,
     ),
-    # No R^2 in any step. Those from 7e-3 on end between 0.74 and 1.30, and more steps keep them there. As published, the
-    # first polynomial is negative from 1.0035 on, where roundings reach; hence the safety factor.
+    # No R^2 in any step. Those from 7e-3 on end between 0.74 and 1.30, and more steps keep them there. As published,
+    # the first polynomial is negative from 1.0035 on, where roundings reach; hence the safety factor.
     "cubic5": CoefficientTable(
         triples=_with_safety(
             (
