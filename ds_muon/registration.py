@@ -1,6 +1,6 @@
 """Binds DSMuon to DeepSpeed's engine: the only module that changes anything of DeepSpeed's or torch's.
 
-Twelve methods of ``DeepSpeedEngine`` are wrapped, and the constructors of the schedulers that take one number for all
+Thirteen methods of ``DeepSpeedEngine`` are wrapped, and the constructors of the schedulers that take one number for all
 param groups. Each wrapper does its part for an engine whose optimizer type is DSMuon, or for a scheduler of DSMuon, and
 for any other does what DeepSpeed or torch does. After ``torch.distributed.init_process_group`` a rank leaves word in
 the group's store that it has imported this package.
@@ -9,6 +9,7 @@ the group's store that it has imported this package.
 from __future__ import annotations
 
 import functools
+import glob
 import inspect
 import logging
 import uuid
@@ -29,7 +30,7 @@ from torch import nn
 from torch.optim import lr_scheduler as torch_schedulers
 
 from ds_muon.agree import RollCall, agree, gather, leave_word, raise_together
-from ds_muon.checkpoint import Save, check_before_loading
+from ds_muon.checkpoint import check_before_loading
 from ds_muon.config import OPTIMIZER_TYPE, DSMuonConfig, DSMuonConfigError
 from ds_muon.learning_rates import DEEPSPEED_SCHEDULES, TORCH_SCHEDULES, far_off
 from ds_muon.optimizer import DSMuon
@@ -38,6 +39,7 @@ from ds_muon.refusals import SUPPORTED_DEEPSPEED, DSMuonRefusal, config_refusals
 from ds_muon.routing import Routing, RoutingError, check_matches, route
 from ds_muon.say import log, say
 from ds_muon.schedulers import build, cycle_momentum, dsmuon_in, highest_rates
+from ds_muon.shards import Save
 from ds_muon.zero import MuonZeroOptimizer
 
 _REFUSED = "DSMuon refuses this setup:"
@@ -54,6 +56,7 @@ _ENGINE_METHODS = (
     "_scheduler_from_config",
     "_configure_lr_scheduler",
     "load_checkpoint",
+    "_get_all_ckpt_names",
     "_load_checkpoint",
     "_load_zero_checkpoint",
     "load_module_state_dict",
@@ -163,6 +166,7 @@ def register() -> None:
         _scheduler_from_config,
         _configure_lr_scheduler,
         load_checkpoint,
+        _get_all_ckpt_names,
         _load_checkpoint,
         _load_zero_checkpoint,
         load_module_state_dict,
@@ -345,15 +349,40 @@ def _configure_lr_scheduler(original: Callable[..., None], engine: Any) -> None:
 def load_checkpoint(
     original: Callable[..., Any], engine: Any, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Refuse a folder without the file ``latest`` on some ranks: DeepSpeed's loads nothing there, and others wait."""
-    if tag is None and isinstance(engine.optimizer, MuonZeroOptimizer):
-        there = gather(Path(load_dir, "latest").is_file(), engine.optimizer.dp_process_group)
-        if any(there) and not all(there):
-            raise FileNotFoundError(
-                f"{Path(load_dir, 'latest')} is there on rank {there.index(True)}, and not on rank "
-                f"{there.index(False)}; give every rank the same folder, or pass the tag"
-            )
-    return original(load_dir, tag, *args, **kwargs)
+    """Refuse a folder whose file ``latest`` names no tag, or lacks on some ranks, where DeepSpeed loads nothing."""
+    if not isinstance(engine.optimizer, MuonZeroOptimizer):
+        return original(load_dir, tag, *args, **kwargs)
+    if tag is None:
+        _check_latest(Path(load_dir, "latest"), engine.optimizer.dp_process_group)
+    try:
+        return original(load_dir, tag, *args, **kwargs)
+    finally:
+        # Files that are mapped into memory must not be held.
+        engine._ds_muon_found = None
+
+
+def _check_latest(path: Path, group: dist.ProcessGroup) -> None:
+    """Raise on every rank if the file names no tag, or is there on some ranks only. A collective."""
+    error, named = None, None
+    try:
+        if path.is_file() and not (named := path.read_text().strip()):
+            error = ValueError(f"{path} is empty: what wrote it was stopped; pass the tag of a checkpoint")
+    except Exception as caught:  # whatever it is, no rank may be left waiting
+        error = ValueError(f"{path} cannot be read: {type(caught).__name__}: {caught}; pass the tag of a checkpoint")
+    raise_together(error, group)
+    there = [tag is not None for tag in gather(named, group)]
+    if any(there) and not all(there):
+        raise FileNotFoundError(
+            f"{path} is there on rank {there.index(True)}, and not on rank {there.index(False)}; give every rank the "
+            "same folder, or pass the tag"
+        )
+
+
+def _get_all_ckpt_names(original: Callable[..., Any], engine: Any, checkpoints_path: str, tag: str) -> Any:
+    """Take folder and tag as they are: DeepSpeed looks for the files by a pattern, in which ``[`` and ``*`` count."""
+    if isinstance(engine.optimizer, MuonZeroOptimizer):
+        checkpoints_path, tag = glob.escape(str(checkpoints_path)), glob.escape(str(tag))
+    return original(checkpoints_path, tag)
 
 
 def _load_checkpoint(original: Callable[..., Any], engine: Any, load_dir: str, tag: str, **options: Any) -> Any:
@@ -364,20 +393,14 @@ def _load_checkpoint(original: Callable[..., Any], engine: Any, load_dir: str, t
         engine._ds_muon_found = check_before_loading(engine, load_dir, tag, with_scheduler=with_scheduler)
     elif isinstance(engine.optimizer, MuonZeroOptimizer):
         say("momentum, moments, variances and fp32 weights are not loaded: state stays as it is, zero in a new engine")
-    try:
-        return original(load_dir, tag, **options)
-    except BaseException:
-        engine._ds_muon_found = None
-        raise
+    return original(load_dir, tag, **options)
 
 
 def _load_zero_checkpoint(original: Callable[..., bool], engine: Any, *args: Any, **kwargs: Any) -> bool:
     """Load what ``_load_checkpoint`` has found: DeepSpeed's reads this rank's shard alone, and refuses other sizes."""
     if not isinstance(engine.optimizer, MuonZeroOptimizer):
         return original(*args, **kwargs)
-    # Files that are mapped into memory must not be held: the next save may overwrite them.
-    found, engine._ds_muon_found = engine._ds_muon_found, None
-    engine.optimizer.load_found(found, from_fp32_weights=engine.zero_load_from_fp32_weights())
+    engine.optimizer.load_found(engine._ds_muon_found, from_fp32_weights=engine.zero_load_from_fp32_weights())
     return True
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ds_muon.agree import gather, raise_together
 from ds_muon.capture import NanCapture
-from ds_muon.checkpoint import LAYOUT, SHARD, Found, Save, description, layout
+from ds_muon.checkpoint import Found
 from ds_muon.dtypes import name_of
 from ds_muon.exchange import element_bytes
 from ds_muon.guard import FINITE, Findings, StepGuard, Verdict
@@ -39,6 +39,7 @@ from ds_muon.plan.partition import Plan, flat_layout, make_plan
 from ds_muon.ranges import profiled
 from ds_muon.refusals import NO_GRADIENTS, SUPPORTED_DEEPSPEED, DSMuonRefusal, nothing_to_step_on, step_refusal
 from ds_muon.say import printable
+from ds_muon.shards import LAYOUT, SHARD, Save, description, layout
 
 if TYPE_CHECKING:
     from ds_muon.verify.in_training import TrainingCheck

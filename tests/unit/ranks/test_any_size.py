@@ -244,6 +244,8 @@ def refuse_all(folder: str, tags: list[str]) -> list[str]:
             tag = f"step{1 + min(1, torch.distributed.get_rank())}"
         elif tag == "latest":
             tag, place = None, folder if torch.distributed.get_rank() else f"{folder}/step1"
+        elif tag == "empty latest":
+            tag, place = None, f"{folder}/step2"
         with pytest.raises((ValueError, RuntimeError, FileNotFoundError)) as refused:
             engine.load_checkpoint(place, tag=tag)
         said.append(str(refused.value))
@@ -276,6 +278,10 @@ def forget(folder: Path) -> None:
         torch.save(contents, shard(folder, rank))
 
 
+def weights(folder: Path) -> Path:
+    return folder / "mp_rank_00_model_states.pt"
+
+
 FATES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing": (lambda folder: shard(folder, 2).unlink(), r"rank_2_\S+ is missing: it was not saved to its end"),
     "first missing": (lambda folder: shard(folder, 0).unlink(), r"rank_0_\S+ is missing"),
@@ -293,8 +299,16 @@ FATES: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"rank_1_\S+ is of another save than \S+rank_0_\S+",
     ),
     "weights of another step": (
-        lambda folder: shutil.copy(*(f / "mp_rank_00_model_states.pt" for f in (folder.parent / "step1", folder))),
+        lambda folder: shutil.copy(weights(folder.parent / "step1"), weights(folder)),
         r"mp_rank_00_model_states.pt is of step 1, and \S+rank_0_\S+ of step 2",
+    ),
+    "weights in place of a shard": (
+        lambda folder: shutil.copy(weights(folder), shard(folder, 1)),
+        r"rank_1_\S+ holds no state of a ZeRO optimizer",
+    ),
+    "no weights": (
+        lambda folder: torch.save([1], weights(folder)),
+        r"mp_rank_00_model_states.pt is no file of a checkpoint",
     ),
     "of other content": (
         lambda folder: change(folder, 1, params=[]),
@@ -320,11 +334,30 @@ def test_shards_that_do_not_belong_together_are_refused_on_every_rank_before_any
         spoil(tmp_path / tag)
     # What an earlier save by more ranks has left behind is none of this one.
     shutil.copy(shard(tmp_path / "step1", 0), shard(tmp_path / "step2", 3))
-    for said in run_ranks(2, refuse_all, str(tmp_path), [*tags, "per rank", "latest"]):
+    (tmp_path / "step2" / "latest").write_text("")
+    for said in run_ranks(2, refuse_all, str(tmp_path), [*tags, "per rank", "latest", "empty latest"]):
         for text, (name, (_, pattern)) in zip(said, FATES.items(), strict=False):
             assert re.search(pattern, text), (name, text)
-        assert "rank 0 loads the tag 'step1', and rank 1 'step2'" in said[-2]
-        assert "latest is there on rank 1, and not on rank 0" in said[-1]
+        assert "rank 0 loads the tag 'step1', and rank 1 'step2'" in said[-3]
+        assert "latest is there on rank 1, and not on rank 0" in said[-2]
+        assert "latest is empty" in said[-1]
+
+
+def load_by_odd_names(folder: str) -> None:
+    engine = start(Layers(), CONFIG)
+    # DeepSpeed looks for files by patterns, to which a bracket and an asterisk stand for others.
+    for step, tag in enumerate(["a/b", "[b]", "c*d", "c**d", "\u00fc x"]):
+        place = f"{folder}/[{step}]"
+        engine.global_steps = step
+        engine.save_checkpoint(place, tag=tag)
+        engine.save_checkpoint(place, tag="cxd", save_latest=False)
+        path, _ = engine.load_checkpoint(place)
+        assert path == f"{place}/{tag}/mp_rank_00_model_states.pt" and engine.global_steps == step
+    engine.destroy()
+
+
+def test_folders_and_tags_are_taken_as_they_are(tmp_path: Path) -> None:
+    run_ranks(2, load_by_odd_names, str(tmp_path))
 
 
 def load_early(folder: str) -> list[dict[str, Any]]:
@@ -380,6 +413,7 @@ def save_and_load_groups(folder: str, saved: list[float], loaded: list[float], s
     engine.save_checkpoint(folder)
     engine = engine_of(loaded)
     before, said = by_name(engine), ""
+    names = [group["name"] for group in engine.optimizer.param_groups]
     try:
         engine.load_checkpoint(folder)
     except (ValueError, RuntimeError) as error:
@@ -387,6 +421,7 @@ def save_and_load_groups(folder: str, saved: list[float], loaded: list[float], s
         assert_same(by_name(engine), before)
         if scheduler:
             engine.load_checkpoint(folder, load_lr_scheduler_states=False)
+    assert names == [group["name"] for group in engine.optimizer.param_groups]
     return said, [group["lr"] for group in engine.optimizer.optimizer.param_groups]
 
 
