@@ -175,10 +175,7 @@ def _fit(engine: Any, files: Shards, seen: Sequence[tuple[str, Mapping[int, Fact
             f"it was saved with other param groups, for each of which the scheduler, a {scheduler}, keeps rates of its "
             "own; pass the param groups it was saved with, or load_lr_scheduler_states=False"
         )
-    if facts[0].save is not None:
-        path, step = files.step_of_weights()
-        if step is not None and step != facts[0].save.step:
-            raise Misfit(f"{path} is of step {step}, and {files.path_of(0)} of {facts[0].save}")
+    files.check_weights(facts[0].save)
 
     numels = {name: p.numel() for params in zero.bit16_groups for p in params for name in (zero.param_names[p],)}
     saved_buffers = Buffers(whole[LAYOUT], partition_sizes(states))

@@ -1,6 +1,6 @@
 """Binds DSMuon to DeepSpeed's engine: the only module that changes anything of DeepSpeed's or torch's.
 
-Thirteen methods of ``DeepSpeedEngine`` are wrapped, and the constructors of the schedulers that take one number for all
+Fourteen methods of ``DeepSpeedEngine`` are wrapped, and the constructors of the schedulers that take one number for all
 param groups. Each wrapper does its part for an engine whose optimizer type is DSMuon, or for a scheduler of DSMuon, and
 for any other does what DeepSpeed or torch does. After ``torch.distributed.init_process_group`` a rank leaves word in
 the group's store that it has imported this package.
@@ -39,7 +39,7 @@ from ds_muon.refusals import SUPPORTED_DEEPSPEED, DSMuonRefusal, config_refusals
 from ds_muon.routing import Routing, RoutingError, check_matches, route
 from ds_muon.say import log, say
 from ds_muon.schedulers import build, cycle_momentum, dsmuon_in, highest_rates
-from ds_muon.shards import Save
+from ds_muon.shards import SAVE, Save
 from ds_muon.zero import MuonZeroOptimizer
 
 _REFUSED = "DSMuon refuses this setup:"
@@ -60,7 +60,8 @@ _ENGINE_METHODS = (
     "_load_checkpoint",
     "_load_zero_checkpoint",
     "load_module_state_dict",
-    "_save_zero_checkpoint",
+    "save_checkpoint",
+    "_common_checkpoint_state",
     "zero_load_from_fp32_weights",
     "_get_ckpt_name",
     "_get_rank_zero_ckpt_name",
@@ -170,7 +171,8 @@ def register() -> None:
         _load_checkpoint,
         _load_zero_checkpoint,
         load_module_state_dict,
-        _save_zero_checkpoint,
+        save_checkpoint,
+        _common_checkpoint_state,
     ):
         _wrap(engine, wrapper.__name__, wrapper)
     for module, schedules in _SCHEDULES:
@@ -417,17 +419,30 @@ def load_module_state_dict(
     original(checkpoint, *args, **kwargs)
 
 
-def _save_zero_checkpoint(original: Callable[..., None], engine: Any, save_path: str, tag: str) -> None:
-    """Let every shard say which save it is of."""
-    optimizer = engine.optimizer
-    if not isinstance(optimizer, MuonZeroOptimizer):
-        return original(save_path, tag)
-    number = gather(uuid.uuid4().hex, optimizer.dp_process_group)[0]
-    optimizer.save = Save(number, str(tag), engine.global_steps)
+def save_checkpoint(
+    original: Callable[..., bool], engine: Any, save_dir: str, tag: str | None = None, *args: Any, **kwargs: Any
+) -> bool:
+    """Let every file say which save it is of."""
+    zero = engine.optimizer
+    if not isinstance(zero, MuonZeroOptimizer):
+        return original(save_dir, tag, *args, **kwargs)
+    tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    number = gather(uuid.uuid4().hex, zero.dp_process_group)[0]
+    zero.save = Save(number, tag, engine.global_steps)
     try:
-        original(save_path, tag)
+        return original(save_dir, tag, *args, **kwargs)
     finally:
-        optimizer.save = None
+        zero.save = None
+
+
+def _common_checkpoint_state(
+    original: Callable[..., dict[str, Any]], engine: Any, *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    """What the file of the weights says beside them."""
+    state, zero = original(*args, **kwargs), engine.optimizer
+    if isinstance(zero, MuonZeroOptimizer) and zero.save is not None:
+        state[SAVE] = zero.save.as_saved()
+    return state
 
 
 # ---- preparation ----------------------------------------------------------------------------------------------------

@@ -19,8 +19,10 @@ LAYOUT = "ds_muon_layout"
 """Key in a checkpoint's shard: the ``layout`` that it was saved with."""
 SHARD = "ds_muon_shard"
 """Key in a checkpoint's shard: its ``description``."""
+SAVE = "ds_muon_save"
+"""Key in a checkpoint's file of weights: the number of the ``Save``, its tag and its step, as in a description."""
 FORMAT = 1
-"""Number of the format of both. A later ds_muon may write a larger one, which this one refuses."""
+"""Number of the format of these. A later ds_muon may write a larger one, which this one refuses."""
 
 
 class Misfit(Exception):
@@ -34,6 +36,9 @@ class Save:
     number: str
     tag: str
     step: int
+
+    def as_saved(self) -> tuple[str, str, int]:
+        return self.number, self.tag, self.step
 
     def __str__(self) -> str:
         return f"step {self.step}, as tag {self.tag!r}"
@@ -62,7 +67,7 @@ def description(zero: Any, save: Save | None) -> dict[str, Any]:
         "format": FORMAT,
         "rank": dist.get_rank(group),
         "ranks": dist.get_world_size(group),
-        "save": None if save is None else (save.number, save.tag, save.step),
+        "save": None if save is None else save.as_saved(),
         "params": [
             [(name := zero.param_names[p], tuple(p.shape), rows.get(name, 0)) for p in params]
             for params in zero.bit16_groups
@@ -149,10 +154,30 @@ class Shards:
             )
         return {**ours, "rank": k}
 
-    def step_of_weights(self) -> tuple[Path, Any]:
-        """The file of the model's weights, and the step at which it was saved."""
+    def check_weights(self, save: Save | None) -> None:
+        """Refuse a file of the model's weights that is not of the save of the shards.
+
+        A file that does not say of which save it is, as an early version writes it, must be of the same step.
+
+        Args:
+            save: of the shards; None if they do not say it.
+
+        Raises:
+            Misfit: it is of another one.
+            ValueError: it cannot be read.
+        """
         path = Path(self._engine._get_ckpt_name(self._load_dir, self._tag))
-        return path, _read(self._engine, path).get("global_steps")
+        weights = _read(self._engine, path)
+        said = Save(*weights[SAVE]) if weights.get(SAVE) else None
+        step = weights.get("global_steps")
+        if said is None and (save is None or step is None or step == save.step):
+            return
+        if said is None or said != save:
+            theirs = f"step {step}" if said is None else said
+            raise Misfit(
+                f"{path} is of another save than {self.path_of(0)}: of {theirs}, and not of "
+                f"{save or 'an early ds_muon'}; files of two saves are mixed up, or it was not saved to its end"
+            )
 
 
 def states_of(shard: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -260,6 +260,10 @@ def shard(folder: Path, rank: int) -> Path:
     return folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
 
+def weights(folder: Path) -> Path:
+    return folder / "mp_rank_00_model_states.pt"
+
+
 def cut_short(folder: Path) -> None:
     shard(folder, 2).write_bytes(shard(folder, 2).read_bytes()[:-100])
 
@@ -270,16 +274,20 @@ def change(folder: Path, rank: int, **said: Any) -> None:
     torch.save(contents, shard(folder, rank))
 
 
+def say_no_save(folder: Path) -> None:
+    """The weights of an early version."""
+    contents = torch.load(weights(folder), weights_only=False)
+    del contents["ds_muon_save"]
+    torch.save(contents, weights(folder))
+
+
 def forget(folder: Path) -> None:
-    """The shards of an early version."""
+    """The checkpoint of an early version."""
+    say_no_save(folder)
     for rank in range(3):
         contents = torch.load(shard(folder, rank), weights_only=False)
         del contents["optimizer_state_dict"]["ds_muon_shard"]
         torch.save(contents, shard(folder, rank))
-
-
-def weights(folder: Path) -> Path:
-    return folder / "mp_rank_00_model_states.pt"
 
 
 FATES: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -300,7 +308,22 @@ FATES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "weights of another step": (
         lambda folder: shutil.copy(weights(folder.parent / "step1"), weights(folder)),
-        r"mp_rank_00_model_states.pt is of step 1, and \S+rank_0_\S+ of step 2",
+        r"model_states.pt is of another save than \S+rank_0_\S+: of step 1, as tag 'step1', and not of step 2",
+    ),
+    "weights of another run": (
+        lambda folder: shutil.copy(weights(folder.parent / "other" / "step2"), weights(folder)),
+        r"mp_rank_00_model_states.pt is of another save than \S+rank_0_",
+    ),
+    "early weights of another step": (
+        lambda folder: [
+            shutil.copy(weights(folder.parent / "step1"), weights(folder)),
+            say_no_save(folder),
+        ],
+        r"mp_rank_00_model_states.pt is of another save than \S+rank_0_\S+: of step 1, and not of step 2",
+    ),
+    "weights of a later version than shards": (
+        lambda folder: [change(folder, rank, save=None) for rank in range(3)],
+        r"mp_rank_00_model_states.pt is of another save than \S+rank_0_\S+: of step 2, .* not of an early ds_muon",
     ),
     "weights in place of a shard": (
         lambda folder: shutil.copy(weights(folder), shard(folder, 1)),
@@ -362,7 +385,7 @@ def test_folders_and_tags_are_taken_as_they_are(tmp_path: Path) -> None:
 
 def load_early(folder: str) -> list[dict[str, Any]]:
     found = []
-    for tag in ("step2", "early"):
+    for tag in ("step2", "without a number", "early"):
         engine = start(Layers(), CONFIG)
         engine.load_checkpoint(folder, tag=tag)
         found.append(by_name(engine))
@@ -370,12 +393,14 @@ def load_early(folder: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_shards_of_an_early_version_load_in_the_layout_that_saved_them(tmp_path: Path) -> None:
+def test_checkpoints_of_early_versions_load_in_the_layout_that_saved_them(tmp_path: Path) -> None:
     run_ranks(3, save_layers, str(tmp_path))
     shutil.copytree(tmp_path / "step2", tmp_path / "early")
     forget(tmp_path / "early")
-    for usual, early in run_ranks(3, load_early, str(tmp_path)):
-        assert_same(early, usual)
+    shutil.copytree(tmp_path / "step2", tmp_path / "without a number")
+    say_no_save(tmp_path / "without a number")
+    for usual, *early in run_ranks(3, load_early, str(tmp_path)):
+        assert_same(early, [usual, usual])
 
 
 def load_clipped(folder: str) -> str:
