@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from torch import Tensor
@@ -53,6 +54,11 @@ class Found:
     def whole(self) -> Mapping[str, Any]:
         """The shard from which this rank takes what is the same in all."""
         return self.shards[self.home]
+
+    def is_of_dtype(self, dtype: torch.dtype) -> bool:
+        """Whether the model's weights had this dtype when they were saved."""
+        ours = name_of(dtype)
+        return bool(self.whole[SHARD].get("dtype", ours) == ours)
 
     @property
     def groups(self) -> list[Mapping[str, Any]]:
@@ -117,7 +123,7 @@ def check_before_loading(engine: Any, load_dir: str, tag: str, *, with_scheduler
         error = _explained(caught, folder)
     raise_together(error, group)
     assert found is not None
-    _say_what_changes(found, engine.optimizer.optimizer)
+    _say_what_changes(found, engine.optimizer)
     return found
 
 
@@ -142,7 +148,7 @@ def _fit(engine: Any, files: Shards, seen: Sequence[tuple[str, Mapping[int, Fact
         if tag != seen[0][0]:
             raise Misfit(f"rank 0 loads the tag {seen[0][0]!r}, and rank {other} {tag!r}; pass the same tag")
     facts = {k: of_shard for _, of_rank in seen for k, of_shard in of_rank.items()}
-    _check_complete(engine, files, facts)
+    _check_complete(files, facts)
     saved_by = facts[0].ranks
     home = rank % saved_by
 
@@ -184,20 +190,14 @@ def _fit(engine: Any, files: Shards, seen: Sequence[tuple[str, Mapping[int, Fact
     return Found(shards, home, to_hold, tuple(sources), _rows(whole[SHARD]["params"]))
 
 
-def _check_complete(engine: Any, files: Shards, facts: Mapping[int, Facts]) -> None:
+def _check_complete(files: Shards, facts: Mapping[int, Facts]) -> None:
     """Refuse shards that are missing, or are not all of one save.
 
     Raises:
         Misfit: with the first file at fault.
     """
-    if 0 not in facts:
-        if files.path_of(0, other_precision=True).exists():
-            is_bf16 = engine.bfloat16_enabled()
-            raise Misfit(
-                f"it was saved with bf16.enabled = {str(not is_bf16).lower()}, and here it is {str(is_bf16).lower()}"
-            )
-        if not facts:
-            raise Misfit("it holds weights, but no optimizer state (no file *_optim_states.pt)")
+    if not facts:
+        raise Misfit("it holds weights, but no optimizer state (no file *_optim_states.pt)")
     first = facts.get(0, next(iter(facts.values())))
     for k in range(first.ranks):
         path = files.path_of(k)
@@ -275,12 +275,18 @@ def _rows(params: Sequence[Sequence[Any]]) -> dict[str, tuple[int, int, int]]:
     return rows
 
 
-def _say_what_changes(found: Found, optimizer: Any) -> None:
+def _say_what_changes(found: Found, zero: Any) -> None:
     states = states_of(found.whole)
     saved = {state["momentum_buffer"].dtype for state in states if "momentum_buffer" in state}
-    ours = optimizer.momentum_buffer(0).dtype
+    ours = zero.optimizer.momentum_buffer(0).dtype
     if saved != {ours}:
         say(f"the checkpoint's momentum, {', '.join(map(name_of, saved))}, is converted to {name_of(ours)}")
+    dtype = zero.bit16_groups_flat[0].dtype
+    if not found.is_of_dtype(dtype):
+        say(
+            f"the checkpoint's model, {found.whole[SHARD]['dtype']}, is loaded in {name_of(dtype)}; the loss scale is "
+            "that of the config"
+        )
     if not _are_the_same_groups(found.sources, states):
         say(
             "the checkpoint was saved with other param groups: each takes the rates and settings that its parameters "

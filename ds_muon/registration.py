@@ -37,6 +37,7 @@ from ds_muon.optimizer import DSMuon
 from ds_muon.param_groups import split_param_groups
 from ds_muon.refusals import SUPPORTED_DEEPSPEED, DSMuonRefusal, config_refusals, may_differ, model_refusals
 from ds_muon.routing import Routing, RoutingError, check_matches, route
+from ds_muon.same_weights import check_same_weights
 from ds_muon.say import log, say
 from ds_muon.schedulers import build, cycle_momentum, dsmuon_in, highest_rates
 from ds_muon.shards import SAVE, Save
@@ -351,16 +352,19 @@ def _configure_lr_scheduler(original: Callable[..., None], engine: Any) -> None:
 def load_checkpoint(
     original: Callable[..., Any], engine: Any, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Refuse a folder whose file ``latest`` names no tag, or lacks on some ranks, where DeepSpeed loads nothing."""
+    """Refuse a folder whose file ``latest`` names no tag, or lacks on some ranks; compare the weights afterwards."""
     if not isinstance(engine.optimizer, MuonZeroOptimizer):
         return original(load_dir, tag, *args, **kwargs)
     if tag is None:
         _check_latest(Path(load_dir, "latest"), engine.optimizer.dp_process_group)
     try:
-        return original(load_dir, tag, *args, **kwargs)
+        path, client_state = original(load_dir, tag, *args, **kwargs)
     finally:
         # Files that are mapped into memory must not be held.
         engine._ds_muon_found = None
+    if path is not None:
+        check_same_weights(engine.optimizer, engine.module)
+    return path, client_state
 
 
 def _check_latest(path: Path, group: dist.ProcessGroup) -> None:

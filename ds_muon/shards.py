@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 
+from ds_muon.dtypes import name_of
 from ds_muon.optimizer import CUT_STATE
 from ds_muon.reshard import Offsets
 
@@ -60,6 +61,7 @@ def description(zero: Any, save: Save | None) -> dict[str, Any]:
     """What a shard says of itself, beside its layout: whose it is, of which save, and what lies in it.
 
     ``params`` lists, for each param group in its own order, name, shape and, of a matrix of Muon's, number of outputs.
+    ``dtype`` is that of the model's weights.
     """
     rows = {matrix.name: matrix.sides[0] for matrix in zero.plan.matrices}
     group = zero.dp_process_group
@@ -68,6 +70,7 @@ def description(zero: Any, save: Save | None) -> dict[str, Any]:
         "rank": dist.get_rank(group),
         "ranks": dist.get_world_size(group),
         "save": None if save is None else save.as_saved(),
+        "dtype": name_of(zero.bit16_groups_flat[0].dtype),
         "params": [
             [(name := zero.param_names[p], tuple(p.shape), rows.get(name, 0)) for p in params]
             for params in zero.bit16_groups
@@ -102,11 +105,15 @@ class Shards:
         self._engine, self._load_dir, self._tag = engine, load_dir, tag
         self.opened: dict[int, dict[str, Any]] = {}
 
-    def path_of(self, rank: int, *, other_precision: bool = False) -> Path:
+    def path_of(self, rank: int) -> Path:
+        """The shard of a rank; its name says whether it was saved with bf16, whatever the engine's dtype."""
         engine = self._engine
-        bf16 = engine.bfloat16_enabled() is not other_precision
-        mp_rank = engine.checkpoint_mp_rank
-        return Path(engine._get_rank_zero_ckpt_name(self._load_dir, self._tag, mp_rank, rank, bf16))
+        bf16 = engine.bfloat16_enabled()
+        ours, other = (
+            Path(engine._get_rank_zero_ckpt_name(self._load_dir, self._tag, engine.checkpoint_mp_rank, rank, prefixed))
+            for prefixed in (bf16, not bf16)
+        )
+        return other if other.exists() and not ours.exists() else ours
 
     def deal(self) -> dict[int, Facts]:
         """The facts of every world-size-th shard, as far as there are any: all ranks together look at all."""

@@ -144,6 +144,63 @@ def test_a_run_goes_on_at_another_size_and_layout_as_the_one_that_stayed(
         assert len(lines) == len(said) and all(map(str.__contains__, lines, said)), rank
 
 
+DTYPES = ["float32", "bfloat16", "float16"]
+
+
+@pytest.mark.parametrize(("then", "now"), [(then, now) for then in DTYPES for now in DTYPES if then != now])
+def test_a_model_goes_on_in_another_dtype_from_its_fp32_weights(
+    saved: Callable[..., tuple[str, list[Any]]], then: str, now: str
+) -> None:
+    folder, (before, *_) = saved(2, 1, "muon", then, "float32", 2, "plain")
+    config = settings("muon", now, "float32", 2, "plain")
+    weights = {name: weight.to(getattr(torch, now)) for name, weight in before["weight"].items()}
+    for loaded, went_on, lines in run_ranks(2, functools.partial(run, load=True), config, 1, folder):
+        assert_same(loaded, {**before, "model": weights, "scale": 16.0 if now == "float16" else 1.0})
+        assert any((went_on["weight"][name] != before["weight"][name]).any() for name in weights)
+        assert [line[:30] for line in lines] == [f"the checkpoint's model, {then}"[:30]] and now in lines[0]
+
+
+# ---- all ranks hold the weights that were saved ----------------------------------------------------------------------
+
+
+def load_what_differs(folder: str) -> list[str]:
+    """What is said where one rank loads another file, or the script has written into a weight before it saved."""
+    engine = start(Kinds(), ds_config(dtype="bfloat16"))
+    rank, original, said = torch.distributed.get_rank(), type(engine).load_module_state_dict, []
+    engine.save_checkpoint(folder)
+    engine.load_checkpoint(folder)
+
+    def load(values: float, name: str, **how: bool) -> None:
+        def other(self: Any, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+            changed = checkpoint["module"][name].clone()
+            changed.view(-1)[-1] += values
+            frozen, ours = checkpoint["frozen_param_fragments"], {name: changed}
+            checkpoint = {**checkpoint, "module": {**checkpoint["module"], **ours}}
+            original(self, {**checkpoint, "frozen_param_fragments": {**frozen, **ours}}, *args, **kwargs)
+
+        with mock.patch.object(type(engine), "load_module_state_dict", other):
+            with pytest.raises(ValueError, match="Do not train on") as refused:
+                engine.load_checkpoint(folder, **how)
+            said.append(str(refused.value))
+
+    load(1.0 if rank == 2 else 0.0, "square.weight")
+    load(1.0 if rank == 2 else 0.0, "frozen.bias", load_module_only=True)
+    load(1.0, "square.weight")
+    engine._config.zero_config.load_from_fp32_weights = False
+    load(1.0 if rank == 1 else 0.0, "square.weight", load_optimizer_states=False)
+    engine.load_checkpoint(folder)
+    engine.destroy()
+    return said
+
+
+def test_weights_that_differ_after_loading_are_an_error_on_every_rank(tmp_path: Path) -> None:
+    for said in run_ranks(3, load_what_differs, str(tmp_path)):
+        assert "'square.weight' has other values on rank 2 than on rank 0" in said[0]
+        assert "'frozen.bias' has other values on rank 2 than on rank 0" in said[1]
+        assert "'square.weight' is not what its fp32 weights are in bfloat16" in said[2]
+        assert "'square.weight' has other values on rank 1 than on rank 0" in said[3]
+
+
 # ---- parameters of every kind ---------------------------------------------------------------------------------------
 
 

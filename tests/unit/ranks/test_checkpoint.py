@@ -223,18 +223,10 @@ def test_a_checkpoint_of_another_model_is_refused_by_the_names_of_its_parameters
         assert "load_module_strict=False where the model has other parameters" in message
 
 
-@pytest.mark.parametrize(
-    ("config", "named"),
-    [
-        (ds_config(dtype="bfloat16", **ADAMW, **SCHEDULED), "another optimizer, AdamW, and not by DSMuon"),
-        (ds_config(**SCHEDULED), "saved with bf16.enabled = false, and here it is true"),
-    ],
-)
-def test_the_cause_is_named_where_another_run_saved_the_checkpoint(
-    tmp_path: Path, config: dict[str, Any], named: str
-) -> None:
-    run_ranks(2, save_layers, config, str(tmp_path))
-    assert all(named in message for message in run_ranks(2, refuse_layers, DSMUON, str(tmp_path)))
+def test_the_optimizer_is_named_where_another_one_saved_the_checkpoint(tmp_path: Path) -> None:
+    run_ranks(2, save_layers, ds_config(dtype="bfloat16", **ADAMW, **SCHEDULED), str(tmp_path))
+    for message in run_ranks(2, refuse_layers, DSMUON, str(tmp_path)):
+        assert "another optimizer, AdamW, and not by DSMuon" in message
 
 
 def test_the_optimizer_is_named_by_its_state_where_the_config_has_none() -> None:
