@@ -105,6 +105,11 @@ class Shards:
         self._engine, self._load_dir, self._tag = engine, load_dir, tag
         self.opened: dict[int, dict[str, Any]] = {}
 
+    @property
+    def weights(self) -> Path:
+        """The file of the model's weights."""
+        return Path(self._engine._get_ckpt_name(self._load_dir, self._tag))
+
     def path_of(self, rank: int) -> Path:
         """The shard of a rank; its name says whether it was saved with bf16, whatever the engine's dtype."""
         engine = self._engine
@@ -173,7 +178,7 @@ class Shards:
             Misfit: it is of another one.
             ValueError: it cannot be read.
         """
-        path = Path(self._engine._get_ckpt_name(self._load_dir, self._tag))
+        path = self.weights
         weights = _read(self._engine, path)
         said = Save(*weights[SAVE]) if weights.get(SAVE) else None
         step = weights.get("global_steps")
