@@ -37,6 +37,7 @@ from ds_muon.optimizer import CUT_STATE, LARGEST_IN_LIST, DSMuon
 from ds_muon.orthogonalize import release
 from ds_muon.passes import sum_of_squares
 from ds_muon.plan.partition import Plan, flat_layout, make_plan
+from ds_muon.progress import Progress
 from ds_muon.ranges import profiled
 from ds_muon.refusals import NO_GRADIENTS, SUPPORTED_DEEPSPEED, DSMuonRefusal, nothing_to_step_on, step_refusal
 from ds_muon.say import printable
@@ -418,12 +419,16 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         self.optimizer.load_groups(found.groups)
         states = [self.optimizer.state[p] for group in self.optimizer.param_groups for p in group["params"]]
         weights = self.single_partition_of_fp32_groups
+        targets = [{key: tensor for key, tensor in state.items() if key in CUT_STATE} for state in states]
+        size = [sum(t.element_size() for t in of.values()) + 4 * from_fp32_weights for of in targets]
+        progress = Progress("load_checkpoint: rank 0 has read", sum(size[p.group] * p.numel for p in found.pieces))
         for piece in found.pieces:
             here = slice(piece.offset, piece.offset + piece.numel)
             if from_fp32_weights:
                 weights[piece.group][here].copy_(found.weights(piece))
-            for key in states[piece.group].keys() & CUT_STATE:
-                states[piece.group][key][here].copy_(found.state(piece, key))
+            for key, target in targets[piece.group].items():
+                target[here].copy_(found.state(piece, key))
+            progress.add(size[piece.group] * piece.numel)
         for state, source in zip(states, found.sources, strict=True):
             if "step" in state:
                 state["step"].copy_(found.whole_state(source, "step"))
