@@ -1,7 +1,7 @@
 """Muon for DeepSpeed ZeRO-1/2: ``import ds_muon``, then ``"optimizer": {"type": "DSMuon"}`` in the DeepSpeed config."""
 
 from ds_muon.config import DSMuonConfig, DSMuonConfigError
-from ds_muon.guard import NonFiniteUpdate
+from ds_muon.one_matrix import muon_update
 from ds_muon.optimizer import DSMuon
 from ds_muon.orthogonalize import COEFFICIENTS, NewtonSchulz, reference_newton_schulz
 from ds_muon.plan.owners import Rates
@@ -9,7 +9,7 @@ from ds_muon.plan.partition import FlatLayout, Plan, flat_layout, make_plan
 from ds_muon.refusals import DSMuonRefusal
 from ds_muon.registration import register
 from ds_muon.routing import Routing, RoutingError, route
-from ds_muon.update import muon_update
+from ds_muon.skipped import NonFiniteUpdate
 from ds_muon.version import VERSION
 
 __version__ = VERSION

@@ -33,6 +33,7 @@ from torch import nn
 from torch.optim import lr_scheduler as torch_schedulers
 
 from ds_muon.agree import RollCall, agree, gather, leave_word, raise_together
+from ds_muon.blocks import described
 from ds_muon.checkpoint import check_before_loading
 from ds_muon.config import OPTIMIZER_TYPE, DSMuonConfig, DSMuonConfigError
 from ds_muon.learning_rates import DEEPSPEED_SCHEDULES, TORCH_SCHEDULES, far_off
@@ -548,13 +549,20 @@ def _read(engine: Any, model: nn.Module) -> _Prepared:
         problems.append(error)
     # Pieces of weights have no shapes to go by, and a pattern that cannot be read may be the one that matters.
     in_pieces = of_model or engine._config.zero_optimization_stage == 3
-    unread = isinstance(params, Mapping) and {"muon_params", "adamw_params"} & params.keys() - config.model_fields_set
+    patterns = {"muon_params", "adamw_params", "muon_blocks"}
+    unread = isinstance(params, Mapping) and patterns & params.keys() - config.model_fields_set
     if not in_pieces and not unread:
         unmatched = _unmatched_patterns(config, model)
         problems += unmatched
         if not unmatched:
             try:
-                routing = route(model, muon_params=config.muon_params, adamw_params=config.adamw_params)
+                routing = route(
+                    model,
+                    muon_params=config.muon_params,
+                    adamw_params=config.adamw_params,
+                    muon_blocks=config.muon_blocks,
+                    per_head_muon=config.per_head_muon,
+                )
             except RoutingError as error:
                 problems.append(error)
     if not problems:
@@ -569,8 +577,14 @@ def _read(engine: Any, model: nn.Module) -> _Prepared:
 def _unmatched_patterns(config: DSMuonConfig, model: nn.Module) -> list[RoutingError]:
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     errors = []
-    for key in ("muon_params", "adamw_params", "no_decay_params"):
-        for pattern in getattr(config, key):
+    rules = [pattern for pattern, _ in config.muon_blocks]
+    for key, patterns in {
+        "muon_params": config.muon_params,
+        "adamw_params": config.adamw_params,
+        "no_decay_params": config.no_decay_params,
+        "muon_blocks": rules,
+    }.items():
+        for pattern in patterns:
             try:
                 check_matches(key, [pattern], names)
             except RoutingError as error:
@@ -581,7 +595,7 @@ def _unmatched_patterns(config: DSMuonConfig, model: nn.Module) -> list[RoutingE
 def _routes(routing: Routing) -> dict[str, str]:
     """Where every parameter goes, under all its names."""
     return {
-        " = ".join(r.names): f"{' x '.join(map(str, r.shape)) or 'scalar'}, to {r.half}, stored {r.layout}"
+        " = ".join(r.names): f"{r.shown_shape}, to {r.half}, stored {r.layout}, {described(r.pieces)}"
         for r in routing.routes
     }
 

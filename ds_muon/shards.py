@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +64,9 @@ def description(zero: Any, save: Save | None) -> dict[str, Any]:
     ``params`` lists, for each param group in its own order, name, shape and, of a matrix of Muon's, number of outputs.
     ``dtype`` is that of the model's weights.
     """
-    rows = {matrix.name: matrix.sides[0] for matrix in zero.plan.matrices}
+    rows = Counter({unit.tensor: 0 for unit in zero.plan.units})
+    for unit in zero.plan.units:
+        rows[unit.tensor] += sum(matrix.sides[0] for matrix in unit.matrices)
     group = zero.dp_process_group
     return {
         "format": FORMAT,

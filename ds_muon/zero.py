@@ -25,13 +25,12 @@ from deepspeed.checkpoint.constants import LOSS_SCALER
 from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from torch import Tensor
 
-from ds_muon.agree import gather, raise_together
+from ds_muon.agree import raise_together
 from ds_muon.capture import NanCapture
 from ds_muon.checkpoint import Found
-from ds_muon.dtypes import name_of
 from ds_muon.exchange import element_bytes
-from ds_muon.guard import FINITE, Findings, StepGuard, Verdict
-from ds_muon.layout import out_and_in
+from ds_muon.guard import Findings, StepGuard, Verdict
+from ds_muon.layout import outputs
 from ds_muon.muon_group import MuonGroup, in_turns
 from ds_muon.optimizer import CUT_STATE, LARGEST_IN_LIST, DSMuon
 from ds_muon.orthogonalize import release
@@ -40,8 +39,8 @@ from ds_muon.plan.partition import Plan, flat_layout, make_plan
 from ds_muon.progress import Progress
 from ds_muon.ranges import profiled
 from ds_muon.refusals import NO_GRADIENTS, SUPPORTED_DEEPSPEED, DSMuonRefusal, nothing_to_step_on, step_refusal
-from ds_muon.say import printable
 from ds_muon.shards import LAYOUT, SHARD, Save, description, layout
+from ds_muon.skipped import Skips, bad_updates
 
 if TYPE_CHECKING:
     from ds_muon.verify.in_training import TrainingCheck
@@ -54,7 +53,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         plan: who holds and who owns each Muon matrix. Muon's param groups are the first ones.
         training_check: checks every ``verify_every``-th step from around it. ``registration`` sets it; else None.
         muon_groups: one per Muon param group.
-        guard: counts the skipped steps.
+        skips: counts the skipped steps.
         steps: calls of ``step`` in this process, skipped steps included.
         save: the ``save_checkpoint`` under way, which shards name. ``registration`` sets it; else None.
     """
@@ -67,9 +66,9 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         self._rank = dist.get_rank(self.dp_process_group)
         self._capture = NanCapture(self._rank)
         groups = [group["name"] for group in init_optimizer.param_groups]
-        self.guard = StepGuard(
-            config.nan_guard, config.grad_norm_skip_threshold, groups, self._capture, self.dp_process_group
-        )
+        rules = (config.nan_guard, config.grad_norm_skip_threshold)
+        self.guard = StepGuard(*rules, self._capture, self.dp_process_group)
+        self.skips = Skips(*rules, groups, self._capture, self.dp_process_group)
         self.plan = self._make_plan()
         self.muon_groups = [
             MuonGroup(
@@ -93,17 +92,18 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
 
     def initialize_optimizer_states(self) -> None:
         muon = [i for i, group in enumerate(self.optimizer.param_groups) if group["use_muon"]]
-        stored = self.optimizer.routing.layouts()
-        outputs = [[out_and_in(*shape, stored[name])[0] for name, shape in self._shapes(i)] for i in muon]
-        self.optimizer.init_state([sum(of_group) for of_group in outputs])
+        stored, pieces = self.optimizer.routing.layouts(), self.optimizer.routing.pieces()
+        self.optimizer.init_state(
+            [sum(outputs(pieces[name], stored[name]) for name, _ in self._shapes(i)) for i in muon]
+        )
 
     def destroy(self) -> None:
-        self.guard.close()
+        self.skips.close()
         release()
         super().destroy()
 
-    def _shapes(self, group_index: int) -> list[tuple[str, tuple[int, int]]]:
-        """Name and shape of each matrix of a Muon group, in the group's order."""
+    def _shapes(self, group_index: int) -> list[tuple[str, tuple[int, ...]]]:
+        """Name and shape of each tensor of a Muon group, in the group's order."""
         return [(self.param_names[p], tuple(p.shape)) for p in self.bit16_groups[group_index]]
 
     def _make_plan(self) -> Plan:
@@ -138,6 +138,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
             self.newton_schulz.cost,
             element_bytes=element_bytes(self.newton_schulz, normuon=normuon),
             stored=self.optimizer.routing.layouts(),
+            pieces=self.optimizer.routing.pieces(),
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -242,8 +243,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
             self._global_grad_norm = self._on_device(findings.norm) if self.compute_grad_norm else None
             self.overflow = not findings.allow_the_step
             if self.overflow:
-                bad_updates = "" if findings.updates == FINITE else self._describe_bad_updates(gradients)
-                self.guard.explain(findings, bad_updates, scaler_is_watching=self.dynamic_loss_scale)
+                self.skips.explain(findings, bad_updates(self, gradients, findings), self.dynamic_loss_scale)
                 return
             self.commit(gradients, findings)
         with self._timed(deepspeed_zero.OPTIMIZER_ALLGATHER_TIMER):
@@ -355,29 +355,6 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         """``number`` as a 0-d fp32 tensor. ``torch.tensor`` would wait for the device."""
         return torch.full((), number, dtype=torch.float64, device=self.device).float()
 
-    def _describe_bad_updates(self, gradients: Sequence[Tensor]) -> str:
-        """The matrices whose updates are not finite on any rank, and the cause. A collective; blocks the host."""
-        found = [
-            (group.nonfinite(gradients[i]), group.nonfinite(self.optimizer.momentum_buffer(i)))
-            for i, group in enumerate(self.muon_groups)
-        ]
-        everywhere = [of_group for of_rank in gather(found, self.dp_process_group) for of_group in of_rank]
-        bad = {name for of_updates, _ in everywhere for name in of_updates}
-        bad_momentum = {name for _, of_momentum in everywhere for name in of_momentum}
-        first, *others = [matrix for matrix in self.plan.matrices if matrix.name in bad]
-        settings = self.newton_schulz
-        what = (
-            f"the update of {printable(first.name)} ({first.rows} x {first.cols}) is not finite in step {self.steps} "
-            "since start"
-        )
-        what += f", nor those of {len(others)} more matri{'x' if len(others) == 1 else 'ces'}" if others else ""
-        if first.name in bad_momentum:
-            return f"{what}: its momentum is not finite"
-        return (
-            f"{what}: Newton-Schulz on rank {first.owner}, {settings.backend} backend, "
-            f"{name_of(settings.dtype)}, {settings.form(first.rows, first.cols)} form"
-        )
-
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
         timer = self.timers(name)
@@ -436,7 +413,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
             variance = self.optimizer.row_variance(i)
             if variance is not None and group.row_variance is not None:
                 for name, _ in self._shapes(i):
-                    group.row_variance.of(variance, name).copy_(found.row_variance(name))
+                    group.row_variance.of_tensor(variance, name).copy_(found.row_variance(name))
         if from_fp32_weights and not same_dtype:
             # The engine has loaded weights that were rounded to another dtype.
             self.update_lp_params()

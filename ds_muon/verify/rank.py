@@ -254,12 +254,12 @@ def _train(task: Task, fault: str | None) -> VerifyResult:
 
 def _why_skipped(zero: Any) -> str:
     """The reason of the last skipped step, and what to do about it."""
-    guard = getattr(zero, "guard", None)
-    if guard is not None and guard.last is guard.spikes:
-        return f"{guard.spikes.why}. Raise it, or leave it out for this check"
-    if guard is not None and guard.last is guard.bad_updates:
-        return f"{guard.bad_updates.why}. DS_MUON_NAN_CAPTURE=1 saves its input for ds-muon replay"
-    why = "a gradient is not finite" if guard is None else guard.bad_gradients.why
+    skips = getattr(zero, "skips", None)
+    if skips is not None and skips.last is skips.spikes:
+        return f"{skips.spikes.why}. Raise it, or leave it out for this check"
+    if skips is not None and skips.last is skips.bad_updates:
+        return f"{skips.bad_updates.why}. DS_MUON_NAN_CAPTURE=1 saves its input for ds-muon replay"
+    why = "a gradient is not finite" if skips is None else skips.bad_gradients.why
     remedy = "look for what is infinite in the data or the model"
     if zero.dtype == torch.float16:
         remedy += f", or set a smaller initial_scale_power: the loss scale was {zero.loss_scale:g}"

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from ds_muon.dtypes import name_of
 from ds_muon.layout import Layout
+from ds_muon.one_matrix import muon_update
 from ds_muon.orthogonalize import NewtonSchulz, orthogonalize, reference_newton_schulz, schedule
 from ds_muon.orthogonalize.newton_schulz import blocks
 from ds_muon.passes import advance_momentum_
-from ds_muon.update import ROW_EPS, advance_row_variance, muon_update
+from ds_muon.update import ROW_EPS, advance_row_variance
 from ds_muon.verify import tolerances
 from ds_muon.verify.engine_view import ROW_VARIANCE, MuonRule, Placed
 

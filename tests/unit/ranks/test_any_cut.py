@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from ds_muon import muon_group
-from ds_muon.update import muon_update
+from ds_muon.one_matrix import muon_update
 from tests.unit.support.batches import cut_into
 from tests.unit.support.cases import in_turns, pairwise
 from tests.unit.support.models import PrescribedGradients, ds_config, full_weights, start_groups, train_step, variances
@@ -41,7 +41,7 @@ def train_owned(shapes: list[tuple[int, ...]], config: dict[str, Any], owner: st
     for step in range(3):
         train_step(engine, exact_gradients(shapes, step, engine.device))
     normuon = config["optimizer"]["params"].get("variant") == "normuon"
-    moved = [matrix.name for matrix in engine.optimizer.plan.matrices if matrix.moved]
+    moved = [matrix.name for matrix in engine.optimizer.plan.units if matrix.moved]
     found = full_weights(engine), variances(engine) if normuon else {}, moved
     engine.destroy()
     return found

@@ -100,7 +100,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 @in_turns(precision=[*PRECISIONS], stage=[1, 2])
 def test_a_network_trains_right_in_half_precision(precision: str, stage: int) -> None:
-    config = ds_config(stage=stage, gradient_accumulation_steps=2, **PRECISIONS[precision])
+    config = ds_config({"ns_dtype": "float32"}, stage=stage, gradient_accumulation_steps=2, **PRECISIONS[precision])
     ranks = run_ranks(2, check_block, config, 3)
     assert_right(ranks[0])
     if precision == "bf16, fp32 sums":

@@ -61,7 +61,7 @@ def memory_of_a_step(params: dict[str, Any]) -> tuple[int, int, int]:
             yield from updates(*args)
 
     with mock.patch.object(group, "updates", counting):
-        train_step(engine, [torch.ones(shape) for shape in STRADDLING])
+        train_step(engine, [torch.ones(shape, device=engine.device) for shape in STRADDLING])
     exchange, both = step_memory(zero.plan.groups[0], zero.newton_schulz, normuon=params.get("variant") == "normuon")
     engine.destroy()
     return counted.peak, exchange[rank], both[rank]

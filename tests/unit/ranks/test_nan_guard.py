@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_muon.guard import SkippedSteps
+from ds_muon.skipped import SkippedSteps
 from tests.unit.support.bad_steps import CASES, SECONDS, SHAPES, STRADDLING, TINY, WHOLE, bad_second_step, engine_of
 from tests.unit.support.cases import first_of, in_turns, some
 from tests.unit.support.faulty import faulty_backend, sick
@@ -189,7 +189,7 @@ def spoiled_momentum(config: dict[str, Any]) -> list[str]:
     engine = engine_of(config)
     train_step(engine, exact_gradients(SHAPES, 0, engine.device))
     engine.optimizer.optimizer.momentum_buffer(0)[0] = torch.inf
-    with mock.patch("ds_muon.guard.log") as warning:
+    with mock.patch("ds_muon.skipped.log") as warning:
         train_step(engine, exact_gradients(SHAPES, 1, engine.device))
     assert engine.skipped_steps == 1
     return [call.args[0] for call in warning.call_args_list]
@@ -205,7 +205,7 @@ def test_a_momentum_that_is_not_finite_is_not_blamed_on_newton_schulz() -> None:
 
 def sick_for(config: dict[str, Any], steps: int) -> list[str]:
     engine = engine_of(config)
-    with faulty_backend(engine), sick(WHOLE), mock.patch("ds_muon.guard.log") as warning:
+    with faulty_backend(engine), sick(WHOLE), mock.patch("ds_muon.skipped.log") as warning:
         for step in range(steps):
             train_step(engine, exact_gradients(SHAPES, step, engine.device))
         engine.destroy()
@@ -225,7 +225,7 @@ def nan_gradients(config: dict[str, Any], steps: int) -> tuple[list[str], int]:
     engine = engine_of(config)
     gradients = exact_gradients(SHAPES, 0, engine.device)
     gradients[4][0, 0] = torch.inf
-    with mock.patch("ds_muon.guard.log") as warning:
+    with mock.patch("ds_muon.skipped.log") as warning:
         for _ in range(steps):
             train_step(engine, gradients)
     return [call.args[0] for call in warning.call_args_list], engine.skipped_steps
@@ -240,7 +240,7 @@ def test_non_finite_gradients_are_warned_of_by_param_group_unless_a_loss_scaler_
 
 
 def test_a_count_of_zero_is_not_mentioned(monkeypatch: pytest.MonkeyPatch) -> None:
-    with mock.patch("ds_muon.guard.log") as warning:
+    with mock.patch("ds_muon.skipped.log") as warning:
         skipped = SkippedSteps("spikes")
         skipped.close()
     warning.assert_not_called()

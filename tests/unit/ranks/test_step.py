@@ -360,10 +360,10 @@ def test_neither_an_allowed_norm_nor_a_huge_muon_gradient_skips_a_step(threshold
 def warnings_of_spikes(config: dict[str, Any], steps: int) -> list[str]:
     shapes = [(8, 8), (5,)]
     engine = start(PrescribedGradients(shapes), config)
-    with mock.patch("ds_muon.guard.log") as warning:
+    with mock.patch("ds_muon.skipped.log") as warning:
         for step in range(steps):
             train_step(engine, exact_gradients(shapes, step, engine.device))
-    assert engine.skipped_steps == engine.optimizer.guard.spikes.count == steps
+    assert engine.skipped_steps == engine.optimizer.skips.spikes.count == steps
     return [call.args[0] for call in warning.call_args_list]
 
 

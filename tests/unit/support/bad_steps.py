@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from ds_muon.guard import NonFiniteUpdate
+from ds_muon.skipped import NonFiniteUpdate
 from tests.unit.support.faulty import faulty_backend, sick
 from tests.unit.support.models import PrescribedGradients, full_weights, start, train_step
 from tests.unit.support.steps import exact_gradients, state_by_key
@@ -38,7 +38,7 @@ def bad_second_step(config: dict[str, Any], shape: tuple[int, int]) -> dict[str,
         train_step(engine, exact_gradients(SHAPES, 0, engine.device))
         before, state = full_weights(engine), state_by_key(engine)
         rates, scale = engine.get_lr(), engine.optimizer.loss_scale
-        with sick(shape), mock.patch("ds_muon.guard.log") as warning:
+        with sick(shape), mock.patch("ds_muon.skipped.log") as warning:
             try:
                 train_step(engine, exact_gradients(SHAPES, 1, engine.device))
             except NonFiniteUpdate as error:
