@@ -24,6 +24,8 @@ from ds_muon.param_groups import NO_DECAY
 from ds_muon.reshard import Buffers, Offsets, Piece, pieces
 from ds_muon.say import say
 
+BASE, CLIP_GRAD = deepspeed_zero.BASE_OPTIMIZER_STATE, deepspeed_zero.CLIP_GRAD
+"""DeepSpeed's keys in a shard: state and param groups of the optimizer; gradient_clipping."""
 LAYOUT = "ds_muon_layout"
 """Key in a checkpoint's shard: the ``layout`` that it was saved with."""
 SHARD = "ds_muon_shard"
@@ -87,12 +89,12 @@ class Found:
 
     def state(self, piece: Piece, key: str) -> Tensor:
         """A piece of the optimizer's state: (numel,)."""
-        flat: Tensor = _states(self.shards[piece.shard])[piece.saved_group][key]
+        flat: Tensor = states_of(self.shards[piece.shard])[piece.saved_group][key]
         return flat.narrow(0, piece.saved_offset, piece.numel)
 
     def whole_state(self, source: int, key: str) -> Tensor:
         """State of a saved param group that is not cut."""
-        state: Tensor = _states(self.whole)[source][key]
+        state: Tensor = states_of(self.whole)[source][key]
         return state
 
     def row_variance(self, name: str) -> Tensor:
@@ -101,7 +103,7 @@ class Found:
         return self.whole_state(source, "row_variance").view(-1).narrow(0, first, count)
 
 
-class _Misfit(Exception):
+class Misfit(Exception):
     """Why the checkpoint does not fit."""
 
 
@@ -163,21 +165,21 @@ def check_before_loading(engine: Any, load_dir: str, tag: str, *, with_scheduler
             raise FileNotFoundError(f"{folder}: there is no such checkpoint")
         facts = files.deal()
     except Exception as caught:  # whatever it is, no rank may be left waiting
-        error = _explained(caught, folder)
+        error = explained(caught, folder)
     raise_together(error, group)
     seen = gather((str(tag), facts), group)
     try:
         found = _fit(engine, files, seen, with_scheduler)
     except Exception as caught:
-        error = _explained(caught, folder)
+        error = explained(caught, folder)
     raise_together(error, group)
     assert found is not None
-    _say_what_changes(found, engine.optimizer.optimizer)
+    say_what_changes(found, engine.optimizer.optimizer)
     return found
 
 
-def _explained(error: Exception, folder: Path) -> Exception:
-    if isinstance(error, _Misfit):
+def explained(error: Exception, folder: Path) -> Exception:
+    if isinstance(error, Misfit):
         return ValueError(f"the checkpoint {folder} does not fit the optimizer: {error}. {WEIGHTS_ONLY}")
     return error
 
@@ -219,20 +221,20 @@ class _Files:
         """Read the shard of rank ``k`` into ``shards``.
 
         Raises:
-            _Misfit: it is not of this optimizer.
+            Misfit: it is not of this optimizer.
             ValueError: it cannot be read.
         """
         path = self.path_of(k)
         saved = _read(self._engine, path)
         shard = saved["optimizer_state_dict"]
         if LAYOUT not in shard:
-            raise _Misfit(f"it was saved by another optimizer, {_optimizer_of(saved)}, and not by DSMuon")
+            raise Misfit(f"it was saved by another optimizer, {optimizer_of(saved)}, and not by DSMuon")
         said = shard.get(SHARD) or self._of_unsaid(k, shard)
         if said["format"] > FORMAT:
-            raise _Misfit(f"{path} has format {said['format']}, of a later ds_muon; this one reads up to {FORMAT}")
+            raise Misfit(f"{path} has format {said['format']}, of a later ds_muon; this one reads up to {FORMAT}")
         # A shard without a description gets one, which loading reads.
         self.shards[k] = {**shard, SHARD: said}
-        states = [{key: tuple(value.shape) for key, value in state.items()} for state in _states(shard)]
+        states = [{key: tuple(value.shape) for key, value in state.items()} for state in states_of(shard)]
         content = repr((shard[LAYOUT], said["params"], states))
         save = None if said["save"] is None else Save(*said["save"])
         return _Facts(said["rank"], said["ranks"], save, hashlib.sha256(content.encode()).hexdigest())
@@ -242,7 +244,7 @@ class _Files:
         if shard[LAYOUT] != layout(self._engine.optimizer) or ours["ranks"] != max(
             shard[deepspeed_zero.PARTITION_COUNT]
         ):
-            raise _Misfit(
+            raise Misfit(
                 f"{self.path_of(k)} does not say what lies in it: it is of an early ds_muon, and loads only with the "
                 "world size, param groups, zero_optimization.round_robin_gradients and parameter_alignment that it was "
                 "saved with; load it so, and save it again"
@@ -255,7 +257,7 @@ class _Files:
         return path, _read(self._engine, path).get("global_steps")
 
 
-def _states(shard: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def states_of(shard: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The optimizer's state of each param group."""
     base = shard[deepspeed_zero.BASE_OPTIMIZER_STATE]
     return [base["state"].get(key, {}) for group in base["param_groups"] for key in group["params"]]
@@ -272,13 +274,13 @@ def _fit(engine: Any, files: _Files, seen: Sequence[tuple[str, Mapping[int, _Fac
         seen: by rank, the tag that it loads and the facts of the shards that it has looked at.
 
     Raises:
-        _Misfit: what does not fit.
+        Misfit: what does not fit.
     """
     zero = engine.optimizer
     rank = dist.get_rank(zero.dp_process_group)
     for other, (tag, _) in enumerate(seen):
         if tag != seen[0][0]:
-            raise _Misfit(f"rank 0 loads the tag {seen[0][0]!r}, and rank {other} {tag!r}; pass the same tag")
+            raise Misfit(f"rank 0 loads the tag {seen[0][0]!r}, and rank {other} {tag!r}; pass the same tag")
     facts = {k: of_shard for _, of_rank in seen for k, of_shard in of_rank.items()}
     _check_complete(engine, files, facts)
     saved_by = facts[0].ranks
@@ -286,81 +288,96 @@ def _fit(engine: Any, files: _Files, seen: Sequence[tuple[str, Mapping[int, _Fac
 
     def opened(k: int) -> Mapping[str, Any]:
         if k not in files.shards and files.open(k) != facts[k]:
-            raise _Misfit(f"{files.path_of(k)} is another file on this rank than on rank {k % len(seen)}")
+            raise Misfit(f"{files.path_of(k)} is another file on this rank than on rank {k % len(seen)}")
         return files.shards[k]
 
     whole = opened(home)
-    model = {name for name, _ in engine.module.named_parameters()}
-    ours = layout(zero)
-    saved_groups, groups = whole[deepspeed_zero.BASE_OPTIMIZER_STATE]["param_groups"], zero.optimizer.param_groups
-    if difference := (
-        _other_parameters(whole[LAYOUT], ours, model)
-        or _other_shapes(whole[SHARD]["params"], description(zero, None)["params"])
-        or _other_groups(whole[LAYOUT], ours, saved_groups, groups)
-    ):
-        raise _Misfit(difference)
-    states = _states(whole)
-    sources = _sources(whole[LAYOUT], ours, saved_groups, states)
-    for i, source in enumerate(sources):
-        (p,) = groups[i]["params"]
-        for difference in state_differences(saved_groups[source], states[source], groups[i], zero.optimizer.state[p]):
-            raise _Misfit(f"it was saved by another optimizer or variant: {difference}")
-    if not zero.compute_grad_norm and whole[deepspeed_zero.CLIP_GRAD] > 0:
-        raise _Misfit("it was saved with gradient_clipping, which zero_optimization.compute_grad_norm = false forbids")
-    same_groups = _are_the_same_groups(sources, saved_groups)
-    if not same_groups and with_scheduler and (scheduler := _keeps_a_list(engine.lr_scheduler)):
-        raise _Misfit(
-            f"it was saved with other param groups, for each of which the scheduler, a {scheduler}, keeps rates of its "
-            "own; pass the param groups it was saved with, or load_lr_scheduler_states=False"
-        )
+    sources = fit_groups(engine, whole, with_scheduler=with_scheduler)
+    ours, states = layout(zero), states_of(whole)
     if facts[0].save is not None:
         path, step = files.step_of_weights()
         if step is not None and step != facts[0].save.step:
-            raise _Misfit(f"{path} is of step {step}, and {files.path_of(0)} of {facts[0].save}")
+            raise Misfit(f"{path} is of step {step}, and {files.path_of(0)} of {facts[0].save}")
 
     numels = {name: p.numel() for params in zero.bit16_groups for p in params for name in (zero.param_names[p],)}
     saved_buffers = Buffers(whole[LAYOUT], _partition_sizes(states))
     to_hold = tuple(pieces(saved_buffers, Buffers(ours, zero.partition_size), numels, rank))
     shards = {k: opened(k) for k in sorted({home, *(piece.shard for piece in to_hold)})}
-    return Found(shards, home, to_hold, tuple(sources), _rows(whole[SHARD]["params"]))
+    return Found(shards, home, to_hold, sources, rows_of(whole[SHARD]["params"]))
+
+
+def fit_groups(engine: Any, whole: Mapping[str, Any], *, with_scheduler: bool) -> tuple[int, ...]:
+    """For each of our param groups, the saved one whose rates and settings it takes over.
+
+    Args:
+        whole: layout, description and optimizer's state, as a shard has them.
+
+    Raises:
+        Misfit: what does not fit.
+    """
+    zero = engine.optimizer
+    model = {name for name, _ in engine.module.named_parameters()}
+    ours = layout(zero)
+    saved_groups, groups = whole[deepspeed_zero.BASE_OPTIMIZER_STATE]["param_groups"], zero.optimizer.param_groups
+    if difference := (
+        other_parameters(whole[LAYOUT], ours, model)
+        or other_shapes(whole[SHARD]["params"], description(zero, None)["params"])
+        or _other_groups(whole[LAYOUT], ours, saved_groups, groups)
+    ):
+        raise Misfit(difference)
+    states = states_of(whole)
+    sources = _sources(whole[LAYOUT], ours, saved_groups, states)
+    for i, source in enumerate(sources):
+        (p,) = groups[i]["params"]
+        for difference in state_differences(saved_groups[source], states[source], groups[i], zero.optimizer.state[p]):
+            raise Misfit(f"it was saved by another optimizer or variant: {difference}")
+    if not zero.compute_grad_norm and whole[deepspeed_zero.CLIP_GRAD] > 0:
+        raise Misfit("it was saved with gradient_clipping, which zero_optimization.compute_grad_norm = false forbids")
+    same_groups = _are_the_same_groups(sources, saved_groups)
+    if not same_groups and with_scheduler and (scheduler := _keeps_a_list(engine.lr_scheduler)):
+        raise Misfit(
+            f"it was saved with other param groups, for each of which the scheduler, a {scheduler}, keeps rates of its "
+            "own; pass the param groups it was saved with, or load_lr_scheduler_states=False"
+        )
+    return tuple(sources)
 
 
 def _check_complete(engine: Any, files: _Files, facts: Mapping[int, _Facts]) -> None:
     """Refuse shards that are missing, or are not all of one save.
 
     Raises:
-        _Misfit: with the first file at fault.
+        Misfit: with the first file at fault.
     """
     if 0 not in facts:
         if files.path_of(0, other_precision=True).exists():
             is_bf16 = engine.bfloat16_enabled()
-            raise _Misfit(
+            raise Misfit(
                 f"it was saved with bf16.enabled = {str(not is_bf16).lower()}, and here it is {str(is_bf16).lower()}"
             )
         if not facts:
-            raise _Misfit("it holds weights, but no optimizer state (no file *_optim_states.pt)")
+            raise Misfit("it holds weights, but no optimizer state (no file *_optim_states.pt)")
     first = facts.get(0, next(iter(facts.values())))
     for k in range(first.ranks):
         path = files.path_of(k)
         if k not in facts:
-            raise _Misfit(f"{path} is missing: it was not saved to its end, or not copied whole")
+            raise Misfit(f"{path} is missing: it was not saved to its end, or not copied whole")
         shard = facts[k]
         if shard.save != first.save or shard.ranks != first.ranks:
-            raise _Misfit(
+            raise Misfit(
                 f"{path} is of another save than {files.path_of(0)}: of {_whose(shard)}, and not of {_whose(first)}; "
                 "shards of two saves are mixed up, or it was not saved to its end"
             )
         if shard.rank != k:
-            raise _Misfit(f"{path} is not what rank {k} saved, but rank {shard.rank}; copy that file anew")
+            raise Misfit(f"{path} is not what rank {k} saved, but rank {shard.rank}; copy that file anew")
         if shard.content != first.content:
-            raise _Misfit(f"{path} holds other parameters than {files.path_of(0)}, or cut in another way")
+            raise Misfit(f"{path} holds other parameters than {files.path_of(0)}, or cut in another way")
 
 
 def _whose(shard: _Facts) -> str:
     return f"{f'{shard.save}, ' if shard.save else ''}by {shard.ranks} rank{'s' if shard.ranks > 1 else ''}"
 
 
-def _other_shapes(saved: Sequence[Sequence[Any]], ours: Sequence[Sequence[Any]]) -> str | None:
+def other_shapes(saved: Sequence[Sequence[Any]], ours: Sequence[Sequence[Any]]) -> str | None:
     then = {name: (shape, rows) for group in saved for name, shape, rows in group}
     for group in ours:
         for name, shape, rows in group:
@@ -377,7 +394,7 @@ def _sources(
     """For each of our param groups, one of the saved groups in which its parameters were.
 
     Raises:
-        _Misfit: they were in several, of other values.
+        Misfit: they were in several, of other values.
     """
     place = {name: j for j, group in enumerate(saved) for name, _ in group}
     sources = []
@@ -389,7 +406,7 @@ def _sources(
             values = [_values(groups[j], states[j]) for j in (source, place[name])]
             for key in values[0].keys() | values[1].keys():
                 if values[0].get(key) != values[1].get(key):
-                    raise _Misfit(
+                    raise Misfit(
                         f"{first!r} and {name!r} are in one param group here, and were in two with {key} = "
                         f"{values[0].get(key)} and {values[1].get(key)}; pass the param groups it was saved with"
                     )
@@ -409,7 +426,7 @@ def _keeps_a_list(scheduler: Any) -> str | None:
     return type(scheduler).__name__ if any(isinstance(value, list | tuple) for value in values) else None
 
 
-def _rows(params: Sequence[Sequence[Any]]) -> dict[str, tuple[int, int, int]]:
+def rows_of(params: Sequence[Sequence[Any]]) -> dict[str, tuple[int, int, int]]:
     """See ``Found.rows``."""
     rows = {}
     for j, group in enumerate(params):
@@ -420,8 +437,8 @@ def _rows(params: Sequence[Sequence[Any]]) -> dict[str, tuple[int, int, int]]:
     return rows
 
 
-def _say_what_changes(found: Found, optimizer: Any) -> None:
-    states = _states(found.whole)
+def say_what_changes(found: Found, optimizer: Any) -> None:
+    states = states_of(found.whole)
     saved = {state["momentum_buffer"].dtype for state in states if "momentum_buffer" in state}
     ours = optimizer.momentum_buffer(0).dtype
     if saved != {ours}:
@@ -449,7 +466,7 @@ def _read(engine: Any, path: Path) -> dict[str, Any]:
     return contents
 
 
-def _optimizer_of(saved: Mapping[str, Any]) -> str:
+def optimizer_of(saved: Mapping[str, Any]) -> str:
     """The optimizer that saved a checkpoint, by the config that DeepSpeed saves, else by its state."""
     config = saved.get("ds_config")
     section = config.get("optimizer") if isinstance(config, Mapping) else None
@@ -471,7 +488,7 @@ def _is_kept_from_decay(group: Mapping[str, Any]) -> bool:
     return str(group.get("name", "")).endswith(f"-{NO_DECAY}")
 
 
-def _other_parameters(saved: Offsets, ours: Offsets, model: set[str]) -> str | None:
+def other_parameters(saved: Offsets, ours: Offsets, model: set[str]) -> str | None:
     """The parameters that only one of the two runs trains; None if there are none.
 
     Args:

@@ -37,7 +37,8 @@ from ds_muon.param_groups import split_param_groups
 from ds_muon.refusals import SUPPORTED_DEEPSPEED, DSMuonRefusal, config_refusals, may_differ, model_refusals
 from ds_muon.routing import Routing, RoutingError, check_matches, route
 from ds_muon.say import log, say
-from ds_muon.schedulers import build, cycle_momentum, dsmuon_in, highest_rates
+from ds_muon.schedulers import build, cycle_momentum, dsmuon_in, highest_rates, set_scheduled_rates
+from ds_muon.universal import LATEST, FoundUniversal, check_universal_before_loading, is_universal, loading_by_name
 from ds_muon.zero import MuonZeroOptimizer
 
 _REFUSED = "DSMuon refuses this setup:"
@@ -57,6 +58,7 @@ _ENGINE_METHODS = (
     "_load_checkpoint",
     "_load_zero_checkpoint",
     "load_module_state_dict",
+    "load_universal_checkpoint",
     "_save_zero_checkpoint",
     "zero_load_from_fp32_weights",
     "_get_ckpt_name",
@@ -345,15 +347,31 @@ def _configure_lr_scheduler(original: Callable[..., None], engine: Any) -> None:
 def load_checkpoint(
     original: Callable[..., Any], engine: Any, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Refuse a folder without the file ``latest`` on some ranks: DeepSpeed's loads nothing there, and others wait."""
-    if tag is None and isinstance(engine.optimizer, MuonZeroOptimizer):
-        there = gather(Path(load_dir, "latest").is_file(), engine.optimizer.dp_process_group)
+    """Read the tag, and refuse a folder without that file on some ranks: DeepSpeed's loads nothing there, others wait.
+
+    Raises:
+        FileNotFoundError: also where ``checkpoint.load_universal`` asks for what is not there.
+    """
+    if not isinstance(engine.optimizer, MuonZeroOptimizer):
+        return original(load_dir, tag, *args, **kwargs)
+    if tag is None:
+        universal = engine.load_universal_checkpoint()
+        latest = Path(load_dir, LATEST if universal else "latest")
+        there = gather(latest.is_file(), engine.optimizer.dp_process_group)
         if any(there) and not all(there):
             raise FileNotFoundError(
-                f"{Path(load_dir, 'latest')} is there on rank {there.index(True)}, and not on rank "
-                f"{there.index(False)}; give every rank the same folder, or pass the tag"
+                f"{latest} is there on rank {there.index(True)}, and not on rank {there.index(False)}; give every "
+                "rank the same folder, or pass the tag"
             )
-    return original(load_dir, tag, *args, **kwargs)
+        if universal and not any(there):
+            raise FileNotFoundError(
+                f"checkpoint.load_universal = true, and there is no {latest}; write it by ds-muon to-universal, or set "
+                "false: an ordinary checkpoint loads at any world size"
+            )
+        if universal:
+            tag = latest.read_text().strip()
+    with loading_by_name(engine):
+        return original(load_dir, tag, *args, **kwargs)
 
 
 def _load_checkpoint(original: Callable[..., Any], engine: Any, load_dir: str, tag: str, **options: Any) -> Any:
@@ -361,7 +379,9 @@ def _load_checkpoint(original: Callable[..., Any], engine: Any, load_dir: str, t
     with_optimizer = options.get("load_optimizer_states", True) and not options.get("load_module_only", False)
     if with_optimizer and isinstance(engine.optimizer, MuonZeroOptimizer):
         with_scheduler = options.get("load_lr_scheduler_states", True)
-        engine._ds_muon_found = check_before_loading(engine, load_dir, tag, with_scheduler=with_scheduler)
+        is_there = gather(is_universal(Path(load_dir, str(tag))), engine.optimizer.dp_process_group)
+        check = check_universal_before_loading if any(is_there) else check_before_loading
+        engine._ds_muon_found = check(engine, load_dir, tag, with_scheduler=with_scheduler)
     elif isinstance(engine.optimizer, MuonZeroOptimizer):
         say("momentum, moments, variances and fp32 weights are not loaded: state stays as it is, zero in a new engine")
     try:
@@ -378,6 +398,9 @@ def _load_zero_checkpoint(original: Callable[..., bool], engine: Any, *args: Any
     # Files that are mapped into memory must not be held: the next save may overwrite them.
     found, engine._ds_muon_found = engine._ds_muon_found, None
     engine.optimizer.load_found(found, from_fp32_weights=engine.zero_load_from_fp32_weights())
+    if isinstance(found, FoundUniversal) and not found.content.of_dsmuon:
+        # Its rates are of another optimizer: those of this run are set, for the place that its schedule has reached.
+        set_scheduled_rates(engine.lr_scheduler)
     return True
 
 

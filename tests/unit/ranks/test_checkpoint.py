@@ -247,7 +247,7 @@ def test_the_optimizer_is_named_by_its_state_where_the_config_has_none() -> None
         (None, [adam], "which has no state"),
     ):
         saved = {"ds_config": config, "optimizer_state_dict": {"base_optimizer_state": base}}
-        assert checkpoint._optimizer_of(saved) == named
+        assert checkpoint.optimizer_of(saved) == named
 
 
 @pytest.mark.parametrize("fate", ["missing", "cut short"])
