@@ -21,7 +21,7 @@ from ds_muon.checkpoint import FORMAT as SHARD_FORMAT
 from ds_muon.dtypes import name_of
 from ds_muon.files import check_writable, write_text, writing
 from ds_muon.optimizer import CUT_STATE
-from ds_muon.shards import ConversionError, Shards
+from ds_muon.ordinary import ConversionError, Ordinary
 from ds_muon.universal import CONTENT, CONVERSION, FORMAT, LATEST, OPTIMIZER_FILE, PARAM, Content, file_of
 
 _LOCAL = ("param_slice_mappings", "single_partition_of_fp32_groups", BASE)
@@ -40,7 +40,7 @@ class Converted:
     why_not: dict[str, str] = field(default_factory=dict)
 
 
-def convert(source: Shards, out: Path) -> Converted:
+def convert(source: Ordinary, out: Path) -> Converted:
     """Write a checkpoint into ``out``, under its own tag, and ``latest`` and ``latest_universal`` last.
 
     What lies beside ``latest`` where it comes from, such as the files of Hugging Face's Trainer, is copied.
@@ -89,7 +89,7 @@ def convert(source: Shards, out: Path) -> Converted:
     return done
 
 
-def _check_out(source: Shards, out: Path) -> None:
+def _check_out(source: Ordinary, out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConversionError(f"{out} is there and is not an empty folder; give the name of a new one")
     if out.resolve().is_relative_to(source.folder):
@@ -103,7 +103,7 @@ def _kind(files: Mapping[str, str]) -> str:
     return "moments" if {"exp_avg", "exp_avg_sq"} <= files.keys() else "weights only"
 
 
-def _state(source: Shards, name: str, key: str, done: Converted) -> Tensor | None:
+def _state(source: Ordinary, name: str, key: str, done: Converted) -> Tensor | None:
     """State of a parameter; None, and why, where it is not the quantity that it is here."""
     if key != "momentum_buffer" or source.of_dsmuon:
         return source.state(name, key)
@@ -119,14 +119,14 @@ def _save(contents: Any, path: Path) -> None:
         torch.save(contents, stream)
 
 
-def _save_the_untrained(source: Shards, folder: Path, number: str) -> None:
+def _save_the_untrained(source: Ordinary, folder: Path, number: str) -> None:
     """Frozen weights, buffers, and other names of tied weights: DeepSpeed's own converter writes these as well."""
     for name, tensor in source.model["module"].items():
         if isinstance(tensor, Tensor) and name not in source.params:
             _save({PARAM: tensor.float().clone(), CONVERSION: number}, folder / "zero" / name / "fp32.pt")
 
 
-def _common(source: Shards, content: Content) -> dict[str, Any]:
+def _common(source: Ordinary, content: Content) -> dict[str, Any]:
     """What is the same on every rank: as DeepSpeed's converter writes it, and what DSMuon needs beside it."""
     shard = source.shards[0]
     common = {key: value for key, value in shard.items() if key not in _LOCAL}
@@ -148,7 +148,7 @@ def _common(source: Shards, content: Content) -> dict[str, Any]:
     return common
 
 
-def _description_of_early(source: Shards) -> dict[str, Any]:
+def _description_of_early(source: Ordinary) -> dict[str, Any]:
     """What shards say of themselves, of an early ds_muon whose shards do not.
 
     Raises:
@@ -175,7 +175,7 @@ def _description_of_early(source: Shards) -> dict[str, Any]:
     return {"format": SHARD_FORMAT, "rank": 0, "ranks": len(source.shards), "save": None, "params": params}
 
 
-def _save_model(source: Shards, folder: Path) -> None:
+def _save_model(source: Ordinary, folder: Path) -> None:
     """The file of the model's weights; of another optimizer, without what its scheduler has for each param group."""
     path = folder / source.model_path.name
     scheduler = source.model.get("lr_scheduler")
@@ -195,7 +195,7 @@ def without_groups(scheduler: Mapping[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _copy_what_lies_beside(source: Shards, out: Path) -> None:
+def _copy_what_lies_beside(source: Ordinary, out: Path) -> None:
     for path in sorted(source.root.iterdir()) if source.root else ():
         if path.is_file() and path.name not in _NOT_OF_THE_RUN:
             shutil.copy2(path, out / path.name)

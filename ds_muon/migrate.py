@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ds_muon.convert import Converted, convert
 from ds_muon.say import printable, tell
-from ds_muon.shards import ConversionError, Shards
+from ds_muon.ordinary import ConversionError, Ordinary
 from ds_muon.text import columns, count
 from ds_muon.to_universal import add_folders, tell_done
 
@@ -37,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_folders(parser, DESCRIPTION, from_another)
 
 
-def from_another(source: Shards, out: Path) -> None:
+def from_another(source: Ordinary, out: Path) -> None:
     """Convert a checkpoint of another optimizer, and tell what of it a run with DSMuon can take over."""
     if not (source.of_dsmuon or source.is_adam or source.is_deepspeeds_muon):
         raise ConversionError(

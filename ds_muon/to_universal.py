@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ds_muon.convert import Converted, convert
 from ds_muon.say import printable, tell
-from ds_muon.shards import ConversionError, Shards
+from ds_muon.ordinary import ConversionError, Ordinary
 from ds_muon.text import count
 
 DESCRIPTION = """\
@@ -27,7 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_folders(parser, DESCRIPTION, of_dsmuon)
 
 
-def add_folders(parser: argparse.ArgumentParser, description: str, run: Callable[[Shards, Path], None]) -> None:
+def add_folders(parser: argparse.ArgumentParser, description: str, run: Callable[[Ordinary, Path], None]) -> None:
     """``IN`` and ``OUT``, and what is done with them; it may raise a ``ConversionError`` or an ``OSError``."""
     parser.description = description
     parser.add_argument(
@@ -37,7 +37,7 @@ def add_folders(parser: argparse.ArgumentParser, description: str, run: Callable
     parser.set_defaults(run=lambda options: _run(options, run))
 
 
-def of_dsmuon(source: Shards, out: Path) -> None:
+def of_dsmuon(source: Ordinary, out: Path) -> None:
     """Convert a checkpoint of DSMuon's, and tell of it."""
     if not source.of_dsmuon:
         raise ConversionError(
@@ -48,15 +48,15 @@ def of_dsmuon(source: Shards, out: Path) -> None:
     tell_done(source, done, kinds)
 
 
-def tell_done(source: Shards, done: Converted, what: str) -> None:
+def tell_done(source: Ordinary, done: Converted, what: str) -> None:
     """Where the checkpoint is and what it has."""
     saved = f"{source.optimizer}, step {source.model.get('global_steps')}, by {count(len(source.shards), 'rank')}"
     tell(f"{printable(str(done.folder))}: {what} (saved by {printable(saved)})")
 
 
-def _run(options: argparse.Namespace, work: Callable[[Shards, Path], None]) -> int:
+def _run(options: argparse.Namespace, work: Callable[[Ordinary, Path], None]) -> int:
     try:
-        work(Shards(options.source), options.out)
+        work(Ordinary(options.source), options.out)
     except (ConversionError, OSError) as error:
         tell(f"ds-muon: {printable(str(error))}", to=sys.stderr)
         return NOT_DONE

@@ -16,7 +16,7 @@ MODULES = {
 }
 INSTRUMENTS = (
     *("verify", "bench", "sample", "plan_cost", "plan_command", "replay", "cli", "ranks", "leash", "options"),
-    *("shards", "convert", "to_universal", "migrate"),
+    *("ordinary", "convert", "to_universal", "migrate"),
 )
 # What may know DeepSpeed, beside the instruments.
 BOUND_TO_DEEPSPEED = {"registration", "schedulers", "zero", "checkpoint"}

@@ -39,7 +39,7 @@ class Param:
     slices: tuple[Slice, ...]
 
 
-class Shards:
+class Ordinary:
     """All files of one checkpoint.
 
     Args:
