@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_muon.checkpoint import BASE, LAYOUT, SHARD
-from ds_muon.checkpoint import FORMAT as SHARD_FORMAT
 from ds_muon.dtypes import name_of
 from ds_muon.files import check_writable, write_text, writing
 from ds_muon.optimizer import CUT_STATE
 from ds_muon.ordinary import ConversionError, Ordinary
+from ds_muon.shards import BASE, LAYOUT, SAVE, SHARD
+from ds_muon.shards import FORMAT as SHARD_FORMAT
 from ds_muon.universal import CONTENT, CONVERSION, FORMAT, LATEST, OPTIMIZER_FILE, PARAM, Content, file_of
 
 _LOCAL = ("param_slice_mappings", "single_partition_of_fp32_groups", BASE)
@@ -76,6 +76,7 @@ def convert(source: Ordinary, out: Path) -> Converted:
         conversion=number,
         optimizer=source.optimizer,
         of_dsmuon=source.of_dsmuon,
+        save=source.model.get(SAVE),
         step=source.model.get("global_steps"),
         dtype=name_of(source.dtype()),
         params=params,
@@ -172,7 +173,14 @@ def _description_of_early(source: Ordinary) -> dict[str, Any]:
                     "and save it again"
                 )
         params.append([(name, source.params[name].shape, count) for name, count in zip(names, rows, strict=True)])
-    return {"format": SHARD_FORMAT, "rank": 0, "ranks": len(source.shards), "save": None, "params": params}
+    return {
+        "format": SHARD_FORMAT,
+        "rank": 0,
+        "ranks": len(source.shards),
+        "save": None,
+        "dtype": name_of(source.dtype()),
+        "params": params,
+    }
 
 
 def _save_model(source: Ordinary, folder: Path) -> None:

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from ds_muon.convert import Converted, convert
-from ds_muon.say import printable, tell
 from ds_muon.ordinary import ConversionError, Ordinary
+from ds_muon.say import printable, tell
 from ds_muon.text import columns, count
 from ds_muon.to_universal import add_folders, tell_done
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_muon.checkpoint import FORMAT, LAYOUT, SHARD, optimizer_of, states_of
 from ds_muon.optimizer import CUT_STATE
 from ds_muon.plan.partition import Slice, cut
+from ds_muon.shards import FORMAT, LAYOUT, SAVE, SHARD, optimizer_of, states_of
 
 MODEL_FILE = "mp_rank_00_model_states.pt"
 _FP32, _BASE = "single_partition_of_fp32_groups", "base_optimizer_state"
@@ -114,8 +114,8 @@ class Ordinary:
                 if (own["save"], own["ranks"]) != (said[0]["save"], len(files)):
                     raise ConversionError(f"{file} is of another save than {files[0]}, or than {self.model_path}")
         save, step = said[0] and said[0]["save"], self.model.get("global_steps")
-        if save and step is not None and save[2] != step:
-            raise ConversionError(f"{self.model_path} is of step {step}, and {files[0]} of step {save[2]}")
+        if (save and step is not None and save[2] != step) or self.model.get(SAVE, save) != save:
+            raise ConversionError(f"{self.model_path} is of another save than {files[0]}: of step {step}")
 
     def _find_params(self) -> dict[str, Param]:
         params: dict[str, Param] = {}

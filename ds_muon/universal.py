@@ -25,26 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_muon.agree import gather, raise_together
-from ds_muon.checkpoint import (
-    BASE,
-    CLIP_GRAD,
-    LAYOUT,
-    SHARD,
-    Found,
-    Misfit,
-    description,
-    explained,
-    fit_groups,
-    layout,
-    other_parameters,
-    other_shapes,
-    rows_of,
-    say_what_changes,
-)
+from ds_muon.checkpoint import Found, explained, fit_groups, other_parameters, other_shapes, rows_of, say_what_changes
 from ds_muon.dtypes import name_of
 from ds_muon.optimizer import CUT_STATE
 from ds_muon.reshard import Buffers, Piece, pieces
 from ds_muon.say import say
+from ds_muon.shards import BASE, CLIP_GRAD, LAYOUT, SAVE, SHARD, Misfit, description, layout
 from ds_muon.text import count
 
 LATEST = "latest_universal"
@@ -67,7 +53,7 @@ class Content:
     Attributes:
         conversion: a number that all files of one conversion share, and no others.
         optimizer: that saved it; ``of_dsmuon`` whether that was DSMuon.
-        step: of the weights.
+        save, step: of the file of the model's weights; ``save`` only of DSMuon, as that file says it.
         dtype: of the model.
         params: for each parameter its shape, its param group, and the dtype of each file by key.
         steps: for each saved param group, the steps that Adam has behind it.
@@ -77,6 +63,7 @@ class Content:
     conversion: str
     optimizer: str
     of_dsmuon: bool
+    save: tuple[str, str, int] | None
     step: int | None
     dtype: str
     params: Mapping[str, tuple[tuple[int, ...], int, Mapping[str, str]]]
@@ -156,7 +143,7 @@ def check_universal_before_loading(engine: Any, load_dir: str, tag: str, *, with
     raise_together(error, group)
     assert found is not None
     if content.of_dsmuon:
-        say_what_changes(found, engine.optimizer.optimizer)
+        say_what_changes(found, engine.optimizer)
     else:
         say(_what_starts_anew(engine.optimizer, content))
     return found
@@ -197,12 +184,10 @@ def _fit(
     for rank, other in enumerate(seen):
         if other != seen[0]:
             raise Misfit(f"rank 0 loads {seen[0][0]!r} and rank {rank} {other[0]!r}, of another conversion")
-    if (dtype := name_of(zero.bit16_groups_flat[0].dtype)) != content.dtype:
-        raise Misfit(f"the model was saved in {content.dtype}, and here it is in {dtype}; set bf16 and fp16 as then")
     weights = Path(engine._get_ckpt_name(str(folder.parent), folder.name))
-    step = _read(weights).get("global_steps")
-    if step != content.step:
-        raise Misfit(f"{weights} is of step {step}, and {folder / OPTIMIZER_FILE} of step {content.step}")
+    model, common = _read(weights), folder / OPTIMIZER_FILE
+    if (step := model.get("global_steps")) != content.step or model.get(SAVE) != content.save:
+        raise Misfit(f"{weights} is of another save than {common}: of step {step}, and not {content.step}")
     if content.of_dsmuon:
         whole: Mapping[str, Any] = saved
         sources = fit_groups(engine, whole, with_scheduler=with_scheduler)
@@ -292,7 +277,8 @@ def _as_ours(zero: Any, content: Content, saved: Mapping[str, Any]) -> Mapping[s
             state[i]["step"].fill_(next(iter(steps)))
     groups = [{"params": [i]} for i in range(len(ours))]
     kept = {key: value for key, value in saved.items() if key != CLIP_GRAD}
-    return {**kept, LAYOUT: ours, SHARD: description(zero, None), BASE: {"state": state, "param_groups": groups}}
+    said = {**description(zero, None), "dtype": content.dtype}
+    return {**kept, LAYOUT: ours, SHARD: said, BASE: {"state": state, "param_groups": groups}}
 
 
 def _what_starts_anew(zero: Any, content: Content) -> str:

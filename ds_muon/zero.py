@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.checkpoint.constants import LOSS_SCALER
 from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from torch import Tensor
 
 from ds_muon.agree import raise_together
 from ds_muon.capture import NanCapture
-from ds_muon.checkpoint import LAYOUT, SHARD, Found, Save, description, layout
+from ds_muon.checkpoint import Found
 from ds_muon.exchange import element_bytes
 from ds_muon.guard import Findings, StepGuard, Verdict
 from ds_muon.layout import out_and_in
@@ -37,6 +38,7 @@ from ds_muon.passes import sum_of_squares
 from ds_muon.plan.partition import Plan, flat_layout, make_plan
 from ds_muon.ranges import profiled
 from ds_muon.refusals import NO_GRADIENTS, SUPPORTED_DEEPSPEED, DSMuonRefusal, nothing_to_step_on, step_refusal
+from ds_muon.shards import LAYOUT, SHARD, Save, description, layout
 from ds_muon.skipped import Skips, bad_updates
 
 if TYPE_CHECKING:
@@ -378,13 +380,16 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         """Load this rank's partitions, and what is the same on every rank, from the shards of any number of ranks.
 
         Modifies fp32 weights, state, rates, settings and the loss scaler, in place. The engine has loaded the model's
-        weights before; they stay.
+        weights before; they stay, unless they were saved in another dtype: then they are the fp32 ones rounded, and the
+        loss scaler stays. A collective.
 
         Args:
             found: from ``check_before_loading``.
             from_fp32_weights: whether to load the fp32 weights; else they are made from the weights that the model has.
         """
-        self._load_global_state(found.whole)
+        same_dtype = found.is_of_dtype(self.bit16_groups_flat[0].dtype)
+        scaler = (LOSS_SCALER, "dynamic_loss_scale")
+        self._load_global_state({k: v for k, v in found.whole.items() if same_dtype or k not in scaler})
         self.optimizer.load_groups(found.groups)
         states = [self.optimizer.state[p] for group in self.optimizer.param_groups for p in group["params"]]
         weights = self.single_partition_of_fp32_groups
@@ -402,7 +407,11 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
             if variance is not None and group.row_variance is not None:
                 for name, _ in self._shapes(i):
                     group.row_variance.of(variance, name).copy_(found.row_variance(name))
-        if from_fp32_weights:
+        if from_fp32_weights and not same_dtype:
+            # The engine has loaded weights that were rounded to another dtype.
+            self.update_lp_params()
+            self._bind_model()
+        elif from_fp32_weights:
             self._bind_model(keep=True)
         else:
             self._restore_from_bit16_weights()

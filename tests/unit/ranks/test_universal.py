@@ -191,8 +191,7 @@ FATES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "of a later version": (lambda f: change(f / COMMON, format=2), "has format 2, of a later ds_muon"),
     "of DeepSpeed's converter": (lambda f: strip(f / COMMON), "was not written by ds-muon; convert the checkpoint"),
-    "weights of another step": (lambda f: change(f / COMMON, step=1), "mp_rank_00_model_states.pt is of step 2, and"),
-    "of another dtype": (lambda f: change(f / COMMON, dtype="float16"), "saved in float16, and here it is in bfloat16"),
+    "weights of another step": (lambda f: change(f / COMMON, step=1), "model_states.pt is of another save than"),
 }  # fmt: skip
 
 
