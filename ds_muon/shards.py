@@ -140,7 +140,10 @@ class Shards:
         if not isinstance(shard, Mapping):
             raise Misfit(f"{path} holds no state of a ZeRO optimizer; copy that file anew")
         if LAYOUT not in shard:
-            raise Misfit(f"it was saved by another optimizer, {optimizer_of(saved)}, and not by DSMuon")
+            raise Misfit(
+                f"it was saved by another optimizer, {optimizer_of(saved)}, and not by DSMuon; of AdamW or DeepSpeed's "
+                "Muon, ds-muon migrate converts it"
+            )
         said = shard.get(SHARD) or self._of_unsaid(k, shard)
         if said["format"] > FORMAT:
             raise Misfit(f"{path} has format {said['format']}, of a later ds_muon; this one reads up to {FORMAT}")
@@ -159,7 +162,7 @@ class Shards:
             raise Misfit(
                 f"{self.path_of(k)} does not say what lies in it: it is of an early ds_muon, and loads only with the "
                 "world size, param groups, zero_optimization.round_robin_gradients and parameter_alignment that it was "
-                "saved with; load it so, and save it again"
+                "saved with; load it so, and save it again, or convert it by ds-muon migrate"
             )
         return {**ours, "rank": k}
 

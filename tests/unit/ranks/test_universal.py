@@ -23,6 +23,7 @@ from ds_muon.shards import layout
 from tests.unit.ranks.test_any_size import (
     CONFIG,
     KINDS,
+    LAYOUTS,
     SCHEDULER,
     SHAPES,
     STEPS,
@@ -73,17 +74,26 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[str, 
     return make
 
 
-@pairwise(of_all=2, then=[1, 2, 3], now=[1, 2, 3], asked=[True, False], groups=[(1, 1), (1, 2), (2, 2)], kind=KINDS)
+@pairwise(
+    of_all=2,
+    then=[1, 2, 3],
+    now=[1, 2, 3],
+    laid_out=[*LAYOUTS],
+    asked=[True, False],
+    groups=[(1, 1), (1, 2), (2, 2)],
+    kind=KINDS,
+)
 def test_a_run_goes_on_from_the_universal_layout_as_the_one_that_stayed(
     saved: Callable[..., tuple[str, list[Any]]],
     then: int,
     now: int,
+    laid_out: str,
     asked: bool,
     groups: tuple[int, int],
     kind: tuple[str, str, tuple[str, str], tuple[int, int]],
 ) -> None:
     dtype, rule, momentum, stages = kind
-    folder, (before, after, _) = saved(then, groups[0], rule, dtype, momentum[0], stages[0], "round robin")
+    folder, (before, after, _) = saved(then, groups[0], rule, dtype, momentum[0], stages[0], laid_out)
     config = {**settings(rule, dtype, momentum[1], stages[1], "plain"), **(UNIVERSAL if asked else {})}
     kept = getattr(torch, momentum[1])
     before = {**before, "momentum_buffer": {k: m.to(kept) for k, m in before["momentum_buffer"].items()}}
@@ -275,12 +285,19 @@ MUON = {"type": "Muon", "params": {"lr": 0.02, "momentum": 0.9, "torch_adam": Tr
 
 
 @pairwise(
-    of_all=2, then=[1, 2, 3], now=[1, 2, 3], dtype=["float32", "bfloat16"], stages=[(1, 2), (2, 1)], groups=[1, 2]
+    of_all=2,
+    then=[1, 2, 3],
+    now=[1, 2, 3],
+    laid_out=[*LAYOUTS],
+    dtype=["float32", "bfloat16"],
+    stages=[(1, 2), (2, 1)],
+    groups=[1, 2],
 )
 def test_adamws_moments_go_to_what_stays_in_adamw(
-    tmp_path: Path, then: int, now: int, dtype: str, stages: tuple[int, int], groups: int
+    tmp_path: Path, then: int, now: int, laid_out: str, dtype: str, stages: tuple[int, int], groups: int
 ) -> None:
-    before = run_ranks(then, train_another, config_of(ADAMW, dtype, stages[0]), groups, str(tmp_path / "run"))[0]
+    then_config = config_of(ADAMW, dtype, stages[0], zero=LAYOUTS[laid_out])
+    before = run_ranks(then, train_another, then_config, groups, str(tmp_path / "run"))[0]
     folder = converted("migrate", tmp_path / "run", tmp_path / "out")
     config = config_of(None, dtype, stages[1], **(UNIVERSAL if groups == 1 else {}))
     for loaded, lines, finite in run_ranks(now, load_another, config, 3 - groups, folder):
@@ -310,13 +327,17 @@ SCALES = {"static": {"loss_scale": 8.0}, "dynamic": {"initial_scale_power": 4}}
         (2, 3, "bfloat16", 2, None),
         (3, 2, "float16", 2, "static"),
         (2, 2, "float16", 2, "dynamic"),
+        (3, 2, "bfloat16", 2, "offload"),
     ],
 )
 def test_the_momentum_of_deepspeeds_muon_is_taken_over_where_it_is_the_same_quantity(
     tmp_path: Path, then: int, now: int, dtype: str, stage: int, scale: str | None
 ) -> None:
-    fp16 = {"fp16": {"enabled": True, **SCALES[scale]}} if scale else {}
-    before = run_ranks(then, train_another, config_of(MUON, dtype, stage, **fp16), 1, str(tmp_path / "run"))[0]
+    fp16 = {"fp16": {"enabled": True, **SCALES[scale]}} if scale in SCALES else {}
+    offload = {"zero": {"offload_optimizer": {"device": "cpu"}}} if scale == "offload" else {}
+    before = run_ranks(then, train_another, config_of(MUON, dtype, stage, **fp16, **offload), 1, str(tmp_path / "run"))[
+        0
+    ]
     folder = converted("migrate", tmp_path / "run", tmp_path / "out")
     expected = averages(0.9, 3)
     for loaded, lines, finite in run_ranks(now, load_another, config_of(None, dtype, 2, **fp16), 1, folder):
@@ -330,7 +351,9 @@ def test_the_momentum_of_deepspeeds_muon_is_taken_over_where_it_is_the_same_quan
             else:
                 tolerance = {"float32": 1e-6, "bfloat16": 2e-2, "float16": 2e-3}[dtype]
                 assert (found - expected[name]).norm() <= tolerance * expected[name].norm(), name
-        taken = "the momentum of 6 parameters" + (f" (in {dtype}, converted to float32)" if dtype == "bfloat16" else "")
+        taken = "the momentum of 6 parameters" + (
+            f" (in {dtype}, converted to float32)" if dtype == "bfloat16" and not offload else ""
+        )
         took, anew, _ = lines[0].split("; ")
         assert finite and (taken in took) is (scale != "dynamic") and "the moments of 1 parameter (p7)" in anew
 
