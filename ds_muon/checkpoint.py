@@ -212,6 +212,8 @@ def _check_complete(files: Shards, facts: Mapping[int, Facts]) -> None:
         Misfit: with the first file at fault.
     """
     if not facts:
+        if not files.weights.exists():
+            raise Misfit("it was not saved to its end: it holds neither weights nor optimizer state")
         raise Misfit("it holds weights, but no optimizer state (no file *_optim_states.pt)")
     first = facts.get(0, next(iter(facts.values())))
     for k in range(first.ranks):

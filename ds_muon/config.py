@@ -15,6 +15,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from ds_muon.blocks import Rule, read_rules
 from ds_muon.dtypes import LARGEST
 from ds_muon.orthogonalize import COEFFICIENTS, NewtonSchulz
 from ds_muon.orthogonalize.defaults import NS_BACKEND, NS_COEFFICIENTS, NS_DTYPE, NS_EPS, NS_METHOD, NS_STEPS
@@ -32,7 +33,6 @@ AUTO_IS_A_CHOICE = ("ns_dtype", "ns_backend")
 
 _ADAM_KEY = "belongs to DeepSpeed's Adam; the AdamW half is always decoupled AdamW with fp32 state; remove the key"
 UNKNOWN_KEY_HINTS = {
-    "per_head_muon": "is not available: a projection is orthogonalized as one matrix; remove the key",
     "max_grad_norm": 'is not an optimizer key; remove it and set "gradient_clipping" at the top level of the config',
     "adam_w_mode": _ADAM_KEY,
     "torch_adam": _ADAM_KEY,
@@ -69,6 +69,8 @@ _LEAST = 2.0**-149
 # By the one check on two keys.
 _CHECKED_TOGETHER = ("ns_steps", "ns_coefficients")
 _LONGEST_VALUE = 500
+# The type of an error that holds a line for each of its problems.
+_SEVERAL = "ds_muon_several"
 
 
 class DSMuonConfigError(ValueError):
@@ -115,6 +117,8 @@ class DSMuonConfig(BaseModel):
     muon_params: tuple[Pattern, ...] = Field((), description=_PATTERNS)
     adamw_params: tuple[Pattern, ...] = Field((), description=_PATTERNS)
     no_decay_params: tuple[Pattern, ...] = Field((), description=_PATTERNS)
+    muon_blocks: tuple[tuple[str, Rule], ...] = Field((), description="an object from glob patterns to rules")
+    per_head_muon: bool = Field(False, description="true or false")
     nan_guard: Literal["off", "skip", "raise"] = Field("off", description='"off", "skip" or "raise"')
     grad_norm_skip_threshold: float | None = Field(None, gt=0, description="a number > 0, or null")
     clip_norm_scope: Literal["adamw", "all"] = Field("adamw", description='"adamw" or "all"')
@@ -159,7 +163,7 @@ class DSMuonConfig(BaseModel):
                 return cls.model_validate(known), problems + unknown
             except ValidationError as error:
                 # What is wrong only because of a key that was left out is not the user's mistake.
-                problems = problems or [_line(where, details) for details in error.errors()]
+                problems = problems or [line for details in error.errors() for line in _lines(where, details)]
                 wrong = {key for details in error.errors() for key in details["loc"][:1] or _CHECKED_TOGETHER}
                 known = {key: value for key, value in known.items() if key not in wrong}
 
@@ -210,6 +214,14 @@ class DSMuonConfig(BaseModel):
         if info.field_name == "betas" and isinstance(value, tuple) and len(value) != 2:
             raise _problem(f"has {len(value)} entries; {_remedy('betas')}")
         return value
+
+    @field_validator("muon_blocks", mode="before")
+    @classmethod
+    def _rules(cls, value: Any) -> Any:
+        rules, problems = read_rules(value, show)
+        if problems:
+            raise PydanticCustomError(_SEVERAL, "{text}", {"text": "; ".join(problems), "lines": problems})
+        return rules
 
     @field_validator("ns_coefficients", mode="before")
     @classmethod
@@ -296,12 +308,14 @@ def _remedy(key: str) -> str:
     return f"set {DSMuonConfig.model_fields[key].description}"
 
 
-def _line(where: str, details: ErrorDetails) -> str:
+def _lines(where: str, details: ErrorDetails) -> list[str]:
     location, value = details["loc"], details["input"]
+    if details["type"] == _SEVERAL:
+        return [f"{where}.{location[0]}{line}" for line in details["ctx"]["lines"]]
     if not location:
         location, value = ("ns_steps",), value.get("ns_steps", DSMuonConfig.model_fields["ns_steps"].default)
     key = str(location[0]) + "".join(f"[{index}]" for index in location[1:])
-    return f"{where}.{key} = {show(value)}: {_explain(str(location[0]), details)}"
+    return [f"{where}.{key} = {show(value)}: {_explain(str(location[0]), details)}"]
 
 
 def _explain(key: str, details: ErrorDetails) -> str:

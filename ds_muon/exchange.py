@@ -1,4 +1,4 @@
-"""Slices of travelling matrices to their owners, and slices of the results back: one all-to-all each way per group."""
+"""Slices of travelling units to their owners, and slices of the results back: one all-to-all each way per group."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_muon.orthogonalize import NewtonSchulz
-from ds_muon.plan.partition import GroupPlan, Matrix, Slice
+from ds_muon.plan.partition import GroupPlan, Slice, Unit
 from ds_muon.ranges import profiled
 
 
@@ -24,11 +24,11 @@ class _Routes:
         counts: elements for each rank.
     """
 
-    pieces: tuple[tuple[Matrix, Slice], ...]
+    pieces: tuple[tuple[Unit, Slice], ...]
     counts: tuple[int, ...]
 
     @classmethod
-    def of(cls, by_rank: Sequence[Sequence[tuple[Matrix, Slice]]]) -> _Routes:
+    def of(cls, by_rank: Sequence[Sequence[tuple[Unit, Slice]]]) -> _Routes:
         counts = (sum(piece.numel for _, piece in pieces) for pieces in by_rank)
         return cls(tuple(entry for pieces in by_rank for entry in pieces), tuple(counts))
 
@@ -38,7 +38,7 @@ class Transfer:
     """A collective under way. Its buffers stay alive until ``wait``.
 
     Attributes:
-        tensors: the matrices that ``Exchange.gather`` assembles, complete after ``wait``; none of ``scatter``.
+        tensors: the units that ``Exchange.gather`` assembles, complete after ``wait``; none of ``scatter``.
     """
 
     tensors: list[Tensor] = field(default_factory=list)
@@ -68,10 +68,10 @@ def element_bytes(settings: NewtonSchulz, *, normuon: bool) -> int:
 
 
 class Exchange:
-    """Moves the travelling matrices of one param group from holders to owners, and the results back.
+    """Moves the travelling units of one param group, which are its matrices in most cases, to owners, and results back.
 
     Every rank of the process group must call ``gather`` and then ``scatter``, even if it holds and owns nothing of the
-    group. Where no matrix travels, nobody communicates.
+    group. Where nothing travels, nobody communicates.
 
     Args:
         plan: the group's plan, the same on every rank.
@@ -81,7 +81,7 @@ class Exchange:
 
     def __init__(self, plan: GroupPlan, rank: int, process_group: dist.ProcessGroup | None) -> None:
         self.owned = plan.owned_travellers(rank)
-        """Travelling matrices that this rank orthogonalizes, in the order of ``gather``'s result."""
+        """Travelling units whose matrices this rank orthogonalizes, in the order of ``gather``'s result."""
         self.sent_bytes = 0
         """Bytes that this rank has sent so far."""
         self._active = bool(plan.travellers)
@@ -89,26 +89,26 @@ class Exchange:
         # Kept, because they are the same in every step and with many ranks take time on the host.
         self._outgoing = _Routes.of(plan.outgoing(rank))
         self._incoming = _Routes.of(plan.incoming(rank))
-        self._kept = tuple((m, piece) for m in self.owned for piece in m.slices if piece.rank == rank)
+        self._kept = tuple((unit, held) for unit in self.owned for held in unit.slices if held.rank == rank)
 
     @profiled("exchange")
     def gather(self, partition: Tensor) -> Transfer:
-        """Start to assemble the travelling matrices that this rank owns, from its own slices and those of others.
+        """Start to assemble the travelling units that this rank owns, from its own slices and those of others.
 
         Args:
             partition: (partition_size,) of this rank; not modified, and free to be overwritten when this returns.
 
         Returns:
-            A transfer of one (rows, cols) tensor of the partition's dtype for each matrix of ``owned``.
+            A transfer of one (rows, cols) tensor of the partition's dtype for each of ``owned``.
         """
         if not self._active:
             return Transfer()
-        full = {matrix.name: partition.new_empty(matrix.rows * matrix.cols) for matrix in self.owned}
-        for matrix, piece in self._kept:
-            _of_matrix(full[matrix.name], piece).copy_(_of_partition(partition, piece))
-        packed = _pack([_of_partition(partition, piece) for _, piece in self._outgoing.pieces], like=partition)
-        targets = [_of_matrix(full[matrix.name], piece) for matrix, piece in self._incoming.pieces]
-        tensors = [full[matrix.name].view(matrix.rows, matrix.cols) for matrix in self.owned]
+        full = {unit.name: partition.new_empty(unit.piece.numel) for unit in self.owned}
+        for unit, held in self._kept:
+            _of_unit(full[unit.name], held).copy_(_of_partition(partition, held))
+        packed = _pack([_of_partition(partition, held) for _, held in self._outgoing.pieces], like=partition)
+        targets = [_of_unit(full[unit.name], held) for unit, held in self._incoming.pieces]
+        tensors = [full[unit.name].view(unit.rows, unit.cols) for unit in self.owned]
         return self._all_to_all(packed, self._outgoing, self._incoming, targets, tensors)
 
     @profiled("exchange")
@@ -116,19 +116,19 @@ class Exchange:
         """Start to send every holder its slice of each result.
 
         Args:
-            outputs: one (rows, cols) tensor of ``dtype`` for each matrix of ``owned``.
-            partition: (partition_size,) of this rank. Its slices of travelling matrices are overwritten, all of them
+            outputs: one (rows, cols) tensor of ``dtype`` for each of ``owned``.
+            partition: (partition_size,) of this rank. Its slices of travelling units are overwritten, all of them
                 only after ``wait``.
             dtype: of ``outputs``, and on the wire; the same on every rank.
         """
         if not self._active:
             return Transfer()
-        full = {matrix.name: output.reshape(-1) for matrix, output in zip(self.owned, outputs, strict=True)}
-        for matrix, piece in self._kept:
-            _of_partition(partition, piece).copy_(_of_matrix(full[matrix.name], piece))
-        leaving = [_of_matrix(full[matrix.name], piece) for matrix, piece in self._incoming.pieces]
+        full = {unit.name: output.reshape(-1) for unit, output in zip(self.owned, outputs, strict=True)}
+        for unit, held in self._kept:
+            _of_partition(partition, held).copy_(_of_unit(full[unit.name], held))
+        leaving = [_of_unit(full[unit.name], held) for unit, held in self._incoming.pieces]
         packed = _pack(leaving, like=partition.new_empty(0, dtype=dtype))
-        targets = [_of_partition(partition, piece) for _, piece in self._outgoing.pieces]
+        targets = [_of_partition(partition, held) for _, held in self._outgoing.pieces]
         return self._all_to_all(packed, self._incoming, self._outgoing, targets, [])
 
     def _all_to_all(
@@ -146,12 +146,12 @@ class Exchange:
         return Transfer(tensors, work, packed, output.view(packed.dtype), targets)
 
 
-def _of_matrix(flat_matrix: Tensor, piece: Slice) -> Tensor:
-    return flat_matrix.narrow(0, piece.start, piece.numel)
+def _of_unit(flat: Tensor, held: Slice) -> Tensor:
+    return flat.narrow(0, held.start, held.numel)
 
 
-def _of_partition(partition: Tensor, piece: Slice) -> Tensor:
-    return partition.narrow(0, piece.offset, piece.numel)
+def _of_partition(partition: Tensor, held: Slice) -> Tensor:
+    return partition.narrow(0, held.offset, held.numel)
 
 
 def _pack(pieces: Sequence[Tensor], *, like: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -85,12 +86,32 @@ class Piece:
         sides = [len(strip) for strip in self.strips]
         return [(self.rows, side) if self.axis else (side, self.cols) for side in sides]
 
+    def name(self, tensor: str) -> str:
+        """What to call it, in the tensor of this name: ``experts.up[3]``, or ``up.weight`` if it is all of that."""
+        return _indexed(tensor, self.index)
+
     def names(self, tensor: str) -> list[str]:
-        """What to call each matrix of the tensor of this name: ``experts.up[3]``, ``attn.qkv.weight[0]``."""
-        ends = [(*self.index, i) for i in range(len(self.strips))] or [self.index]
-        return [f"{tensor}[{','.join(map(str, end))}]" if end else tensor for end in ends]
+        """What to call each matrix: the name of the piece, or ``attn.qkv.weight[0]`` and so on for the strips in it."""
+        return [_indexed(tensor, (*self.index, i)) for i in range(len(self.strips))] or [self.name(tensor)]
+
+    def labels(self) -> list[int]:
+        """For each row (axis 0) or column (axis 1) the number of its strip; [0] if there are none."""
+        labels = [0] * (self.cols if self.axis else self.rows) if self.strips else [0]
+        for number, strip in enumerate(self.strips):
+            for index in strip.indices():
+                labels[index] = number
+        return labels
+
+
+def _indexed(tensor: str, index: tuple[int, ...]) -> str:
+    return f"{tensor}[{','.join(map(str, index))}]" if index else tensor
 
 
 def whole(rows: int, cols: int) -> tuple[Piece, ...]:
     """The pieces of a tensor that is one matrix."""
     return (Piece((), 0, rows, cols),)
+
+
+def outputs(pieces: Sequence[Piece], layout: Layout) -> int:
+    """The number of outputs of all matrices in these pieces, added up: NorMuon keeps a number for each."""
+    return sum(out_and_in(*shape, layout)[0] for piece in pieces for shape in piece.shapes())

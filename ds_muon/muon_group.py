@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -11,11 +11,10 @@ from torch import Tensor
 
 from ds_muon.capture import NanCapture
 from ds_muon.exchange import Exchange, Transfer, result_dtype
-from ds_muon.layout import Layout
 from ds_muon.normuon import RowVariance
 from ds_muon.orthogonalize import NewtonSchulz, batches, orthogonalize_batch
-from ds_muon.passes import Segments, Where, store_updates, sum_of_squares
-from ds_muon.plan.partition import GroupPlan, Matrix
+from ds_muon.passes import Held, Segments, Where, rows_of, store_updates, sum_of_squares
+from ds_muon.plan.partition import GroupPlan, Matrix, Unit
 from ds_muon.ranges import profiled
 from ds_muon.update import update_scale
 
@@ -42,7 +41,7 @@ class MuonGroup:
 
     Args:
         plan: the group's plan, the same on every rank.
-        names: its matrices in the group's own order, which is that of the rows of ``row_variance``.
+        names: its tensors in the group's own order, which is that of the rows of ``row_variance``.
         rank: this rank within ``process_group``.
         process_group: the ranks that share the group; None for the default group.
         settings: of the iteration.
@@ -67,21 +66,22 @@ class MuonGroup:
         self.row_variance: RowVariance | None = None
         """Where the rows of NorMuon's state lie; None for plain Muon."""
         if beta2 is not None:
-            rows = {matrix.name: matrix.sides[0] for matrix in plan.matrices}
-            self.row_variance = RowVariance([(name, rows[name]) for name in names], list(rows), beta2, process_group)
+            self.row_variance = RowVariance(plan, names, beta2, process_group)
         self._matrices = len(plan.matrices)
         self._held = plan.held(rank)
-        # The matrices in a partition are neighbours in the flat buffer, and so in the plan.
-        first = plan.matrices.index(self._held[0][0]) if self._held else 0
-        self._here = slice(first, first + len(self._held))
+        # The units in a partition are neighbours in the flat buffer, and so are their matrices in the plan.
+        index = plan.units.index(self._held[0][0]) if self._held else 0
+        first = sum(len(unit.matrices) for unit in plan.units[:index])
+        self._here = slice(first, first + sum(len(unit.matrices) for unit, _ in self._held))
         self._segments: Segments | None = None
         self._settings = settings
         self._adjust_lr_fn = adjust_lr_fn
         self._capture = capture
         self._order: tuple[_Indices, _Indices, _Indices] | None = None
+        self._scales: dict[str, Tensor] = {}
 
     def squares(self, partition: Tensor) -> Tensor:
-        """For each of the plan's matrices, the sum of squares of this rank's slice: (matrices,) fp64 on the device.
+        """For each of the plan's matrices, the sum of squares of this rank's part: (matrices,) fp64 on the device.
 
         Args:
             partition: (partition_size,) fp32; not modified.
@@ -96,8 +96,8 @@ class MuonGroup:
 
     def _segments_of(self, partition: Tensor) -> Segments:
         if self._segments is None or self._segments.bounds.device != partition.device:
-            offsets = [piece.offset for _, piece in self._held]
-            self._segments = Segments.of(offsets, partition.numel(), partition.device)
+            parts = [Held(unit.piece, held.start, held.offset, held.numel) for unit, held in self._held]
+            self._segments = Segments.of(parts, partition.numel(), partition.device)
         return self._segments
 
     def updates(self, partition: Tensor, variance: Tensor | None, moves: Tensor) -> Iterator[None]:
@@ -111,20 +111,22 @@ class MuonGroup:
             variance: (rows, 1) fp32, NorMuon's current state; not modified. None for plain Muon.
             moves: (matrices,) bool, whether each of the plan's matrices moves. If not, its U is zero.
         """
-        held = self._pieces(partition)
+        held = self._elements(partition)
         gathering = self.exchange.gather(partition)
         if self.row_variance is not None and variance is not None:
             self.row_variance.begin(variance, moves)
         yield  # slices of U are on their way to the ranks that own their matrices
 
-        whole = [(m, piece.view(m.rows, m.cols)) for m, piece in held if not m.travels]
-        inputs = [*whole, *zip(self.exchange.owned, gathering.tensors, strict=True)]
+        whole = [(m, u.view(unit.rows, unit.cols)) for unit, u in held if not unit.travels for m in unit.matrices]
+        gathered = zip(self.exchange.owned, gathering.tensors, strict=True)
+        inputs = [*whole, *((m, u) for unit, u in gathered for m in unit.matrices)]
         before, together, after = self._batches(inputs, len(whole))
         for indices in before:
             self._update([inputs[i] for i in indices], len(indices), variance)
         gathering.wait()
-        returning = self._update_and_return([[inputs[i] for i in indices] for indices in together], partition, variance)
-        del gathering, inputs  # frees the gathered matrices
+        batches = [([inputs[i] for i in indices], sum(i < len(whole) for i in indices)) for indices in together]
+        returning = self._update_and_return(batches, partition, variance)
+        del gathering, gathered, inputs, batches  # frees the gathered matrices
         for indices in after:
             self._update([whole[i] for i in indices], len(indices), variance)
         yield  # slices of O are on their way to the ranks that hold them
@@ -132,36 +134,63 @@ class MuonGroup:
         returning.wait()
         if self.row_variance is not None:
             self.row_variance.agree()
-        # O travels without its scale: in Newton-Schulz's dtype it is exact. The holders scale it.
-        scaled = [(piece, self._scale(matrix)) for matrix, piece in held if matrix.travels]
-        if scaled := [(piece, scale) for piece, scale in scaled if scale != 1.0]:
-            torch._foreach_mul_([piece for piece, _ in scaled], [scale for _, scale in scaled])
+        self._scale_travellers(held)
+
+    def _scale_travellers(self, held: Sequence[tuple[Unit, Tensor]]) -> None:
+        """Multiply what has travelled by ``s``: in Newton-Schulz's dtype O is exact without it."""
+        scaled: list[tuple[Tensor, float]] = []
+        for unit, elements, start in [(u, e, h.start) for (u, e), (_, h) in zip(held, self._held, strict=True)]:
+            scales = [self._scale(matrix) for matrix in unit.matrices]
+            if unit.travels and len(set(scales)) == 1:
+                scaled.append((elements, scales[0]))
+            elif unit.travels:
+                # Strips of unequal sides. Kept on the device, because the host would wait for a copy.
+                if unit.name not in self._scales:
+                    self._scales[unit.name] = elements.new_tensor([scales[label] for label in unit.piece.labels()])
+                across = self._scales[unit.name]
+                for rows, row, col in rows_of(elements, unit.cols, start):
+                    rows.mul_(across[col : col + rows.shape[1]] if unit.piece.axis else across[row:, None][: len(rows)])
+        if scaled := [(elements, scale) for elements, scale in scaled if scale != 1.0]:
+            torch._foreach_mul_([elements for elements, _ in scaled], [scale for _, scale in scaled])
 
     def _batches(self, inputs: _Batch, whole: int) -> tuple[_Indices, _Indices, _Indices]:
         """See ``order_batches``. Kept, because it is the same in every step and takes time on the host."""
         if self._order is None:
-            layouts = [matrix.layout for matrix, _ in inputs]
-            self._order = order_batches([u for _, u in inputs], whole, self._settings, layouts)
+            matrices = [matrix for matrix, _ in inputs]
+            device = inputs[0][1].device if inputs else torch.device("cpu")
+            self._order = order_batches(matrices, whole, self._settings, device)
         return self._order
 
-    def _update_and_return(self, together: Sequence[_Batch], partition: Tensor, variance: Tensor | None) -> Transfer:
-        """Orthogonalize the gathered matrices, with those that share their batches, and start to return the results."""
+    def _update_and_return(
+        self, together: Sequence[tuple[_Batch, int]], partition: Tensor, variance: Tensor | None
+    ) -> Transfer:
+        """Orthogonalize the gathered matrices, with those that share their batches, and start to return the results.
+
+        Args:
+            together: batches, each with the number of matrices that do not travel. They come first.
+        """
         results: dict[str, Tensor] = {}
-        for batch in together:
-            # Matrices that do not travel come first.
-            count = sum(not matrix.travels for matrix, _ in batch)
+        for batch, count in together:
             outputs = self._update(batch, count, variance)
             results.update(zip((matrix.name for matrix, _ in batch[count:]), outputs, strict=True))
         dtype = result_dtype(self._settings, normuon=variance is not None)
-        return self.exchange.scatter([results[m.name] for m in self.exchange.owned], partition, dtype)
+        outputs = [_assembled(unit, results, dtype) for unit in self.exchange.owned]
+        return self.exchange.scatter(outputs, partition, dtype)
 
     def _update(self, batch: _Batch, count: int, variance: Tensor | None) -> Sequence[Tensor]:
-        """Overwrite the first ``count`` U of a batch with ``s O``. Return the O of the others, without ``s``."""
-        outputs = self.orthogonalize(batch)
-        factors = self._factors(batch, outputs, variance)
-        targets = [u for _, u in batch]
+        """Overwrite the first ``count`` U of a batch with ``s O``. Return the O of the others, without ``s``.
+
+        Args:
+            batch: matrices, each with the U of its unit.
+        """
+        inputs = [(matrix, matrix.of(unit)) for matrix, unit in batch]
+        outputs = self.orthogonalize(inputs)
+        factors = self._factors(inputs, outputs, variance)
+        targets = [u for _, u in inputs]
         here, away = (None, None) if factors is None else (factors[:count], factors[count:])
         store_updates(outputs[:count], targets[:count], scale=self._scale(batch[0][0]), factors=here)
+        for (matrix, unit), update in zip(batch[:count], targets, strict=False):
+            matrix.put(update, unit)
         if count == len(batch):
             return ()
         if away is not None:
@@ -176,14 +205,14 @@ class MuonGroup:
             self.row_variance.commit(variance)
 
     def nonfinite(self, partition: Tensor) -> list[str]:
-        """The matrices with a value in this rank's partition that is not finite. Blocks the host."""
-        return [matrix.name for matrix, piece in self._pieces(partition) if not piece.isfinite().all()]
+        """The units with a value in this rank's partition that is not finite. Blocks the host."""
+        return [unit.name for unit, elements in self._elements(partition) if not elements.isfinite().all()]
 
     def _scale(self, matrix: Matrix) -> float:
         return update_scale(self._adjust_lr_fn, *matrix.sides)
 
-    def _pieces(self, partition: Tensor) -> list[tuple[Matrix, Tensor]]:
-        return [(matrix, partition.narrow(0, piece.offset, piece.numel)) for matrix, piece in self._held]
+    def _elements(self, partition: Tensor) -> list[tuple[Unit, Tensor]]:
+        return [(unit, partition.narrow(0, held.offset, held.numel)) for unit, held in self._held]
 
     @profiled("newton_schulz")
     def orthogonalize(self, batch: _Batch) -> Tensor:
@@ -201,8 +230,19 @@ class MuonGroup:
         return self.row_variance.factors(variance, [matrix.name for matrix, _ in batch], outputs, batch[0][0].layout)
 
 
+def _assembled(unit: Unit, results: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """The results of a unit's matrices, (rows, cols)."""
+    outputs = [results[matrix.name] for matrix in unit.matrices]
+    if not unit.piece.strips:
+        return outputs[0]
+    whole = torch.empty(unit.rows, unit.cols, dtype=dtype, device=outputs[0].device)
+    for matrix, output in zip(unit.matrices, outputs, strict=True):
+        matrix.put(output, whole)
+    return whole
+
+
 def order_batches(
-    matrices: Sequence[Tensor], whole: int, settings: NewtonSchulz, layouts: Sequence[Layout] = ()
+    matrices: Sequence[Matrix], whole: int, settings: NewtonSchulz, device: torch.device
 ) -> tuple[_Indices, _Indices, _Indices]:
     """The batches that a rank runs, as indices: before the gathered matrices arrive, with them, and after.
 
@@ -211,13 +251,13 @@ def order_batches(
     matrices are gathered, the rest while results travel back.
 
     Args:
-        matrices: (rows, cols) each; the gathered ones come last.
+        matrices: the gathered ones come last. A batch has one layout: scale and NorMuon's rows depend on it.
         whole: how many do not travel.
         settings: of the iteration.
-        layouts: of each matrix; all "out_in" by default. A batch has one layout: scale and NorMuon's rows depend on it.
+        device: of the matrices.
     """
-    in_out = {i for i, layout in enumerate(layouts) if layout == "in_out"}
-    shapes = [matrix.shape for matrix in matrices]
+    in_out = {i for i, matrix in enumerate(matrices) if matrix.layout == "in_out"}
+    shapes = [(matrix.rows, matrix.cols) for matrix in matrices]
     cost_of = {shape: settings.cost(*shape) for shape in set(shapes)}
 
     def cost(indices: Iterable[int]) -> int:
@@ -229,7 +269,7 @@ def order_batches(
     waiting: _Indices = []
     for first, end in [(0, whole), (whole, len(matrices))] if apart else [(0, len(matrices))]:
         for alike in ([i for i in range(first, end) if (i in in_out) is turned] for turned in (False, True)):
-            for indices in batches([matrices[i] for i in alike], settings):
+            for indices in batches([shapes[i] for i in alike], device, settings):
                 chosen = [alike[i] for i in indices]
                 (ready if chosen[-1] < whole else waiting).append(chosen)
     costs = [cost(indices) for indices in ready]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_muon.layout import Layout
+from ds_muon.plan.partition import GroupPlan, Matrix
 from ds_muon.update import advance_row_variance
 
 
@@ -23,16 +24,16 @@ class RowVariance:
     ``agree`` on every rank, and ``commit`` unless it is skipped.
 
     Args:
-        rows: name and number of rows of each matrix of the group, in the group's order.
-        plan_order: the same names in the order of the plan's matrices.
+        plan: the group's plan.
+        names: its tensors in the group's own order, which is that of their rows.
         beta2: weight of the past.
         process_group: the ranks that share the group.
     """
 
     def __init__(
         self,
-        rows: Sequence[tuple[str, int]],
-        plan_order: Sequence[str],
+        plan: GroupPlan,
+        names: Sequence[str],
         beta2: float,
         process_group: dist.ProcessGroup | None,
     ) -> None:
@@ -42,15 +43,20 @@ class RowVariance:
         self._moves = torch.empty(0, dtype=torch.bool, device="cpu")
         self._where: dict[tuple[str, ...], Tensor] = {}
         self._rows: dict[str, tuple[int, int]] = {}
-        place = {name: index for index, name in enumerate(plan_order)}
-        places = torch.tensor([place[name] for name, _ in rows], dtype=torch.int64, device="cpu")
-        counts = torch.tensor([count for _, count in rows], dtype=torch.int64, device="cpu")
+        self._of_tensor: dict[str, tuple[int, int]] = {}
+        of_tensor: dict[str, list[tuple[int, Matrix]]] = {name: [] for name in names}
+        matrices = [(unit.tensor, matrix) for unit in plan.units for matrix in unit.matrices]
+        for place, (tensor, matrix) in enumerate(matrices):
+            of_tensor[tensor].append((place, matrix))
+        places: list[int] = []
+        for name in names:
+            first = len(places)
+            for place, matrix in of_tensor[name]:
+                self._rows[matrix.name] = (len(places), matrix.sides[0])
+                places += [place] * matrix.sides[0]
+            self._of_tensor[name] = (first, len(places) - first)
         # (rows, 1): of each row, the place of its matrix in the plan.
-        self._matrices = torch.repeat_interleave(places, counts).unsqueeze(1)
-        start = 0
-        for name, count in rows:
-            self._rows[name] = (start, count)
-            start += count
+        self._matrices = torch.tensor(places, dtype=torch.int64, device="cpu").unsqueeze(1)
 
     def begin(self, variance: Tensor, moves: Tensor) -> None:
         """Stage zeros, so that ``agree`` can add up what each rank stages.
@@ -68,6 +74,10 @@ class RowVariance:
     def of(self, variance: Tensor, name: str) -> Tensor:
         """The (rows,) moments of one matrix, a view of the group's (rows, 1)."""
         return variance.view(-1).narrow(0, *self._rows[name])
+
+    def of_tensor(self, variance: Tensor, name: str) -> Tensor:
+        """The (rows,) moments of all matrices of a tensor, one after another, a view as well."""
+        return variance.view(-1).narrow(0, *self._of_tensor[name])
 
     def factors(self, variance: Tensor, names: Sequence[str], orthogonal: Tensor, layout: Layout) -> Tensor:
         """Stage the moments of one batch of matrices and return the factor of each row.

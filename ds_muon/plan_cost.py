@@ -180,20 +180,20 @@ def step_cost(
     )
     (group,) = plan.groups
     each_holder = [0.0] * world_size
-    for matrix in group.matrices:
-        for piece in matrix.slices:
-            each_holder[piece.rank] += settings.cost(matrix.rows, matrix.cols)
+    for unit in group.units:
+        for held in unit.slices:
+            each_holder[held.rank] += sum(settings.cost(matrix.rows, matrix.cols) for matrix in unit.matrices)
     exchange, with_batch = step_memory(group, settings, normuon=normuon)
     return StepCost(
         world_size=world_size,
         matrices=len(shapes),
         straddling=len(group.straddlers),
-        moved=sum(matrix.moved for matrix in group.matrices),
+        moved=sum(unit.moved for unit in group.units),
         moved_bytes=plan.moved_elements() * size,
         moved_bytes_by_holders=by_holders.moved_elements() * size,
         busiest_bytes=max(plan.moved_by_rank()) * size,
         runs=len(group.matrices),
-        runs_each_holder=sum(len(matrix.slices) for matrix in group.matrices),
+        runs_each_holder=sum(len(unit.slices) * len(unit.matrices) for unit in group.units),
         flops=sum(settings.cost(*shape) for _, shape in shapes),
         loads=plan.loads,
         busiest_flops_if_free=max(if_free.loads),
@@ -227,14 +227,15 @@ def step_memory(plan: GroupPlan, settings: NewtonSchulz, *, normuon: bool = Fals
     backend = BACKENDS[settings.backend]()
     elements = [0] * plan.world_size
     runs: list[Counter[tuple[int, int]]] = [Counter() for _ in range(plan.world_size)]
-    for matrix in plan.matrices:
-        runs[matrix.owner][matrix.rows, matrix.cols] += 1
-        if matrix.travels:
-            elements[matrix.owner] += matrix.rows * matrix.cols
-        for piece in matrix.slices:
-            if piece.rank != matrix.owner:
-                elements[piece.rank] += piece.numel
-                elements[matrix.owner] += piece.numel
+    for unit in plan.units:
+        for matrix in unit.matrices:
+            runs[unit.owner][matrix.rows, matrix.cols] += 1
+        if unit.travels:
+            elements[unit.owner] += unit.piece.numel
+        for held in unit.slices:
+            if held.rank != unit.owner:
+                elements[held.rank] += held.numel
+                elements[unit.owner] += held.numel
 
     def batch(rows: int, cols: int, count: int) -> int:
         one = backend.workspace(rows, cols, settings.dtype, settings.iteration(rows, cols).squares)

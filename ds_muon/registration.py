@@ -1,6 +1,6 @@
 """Binds DSMuon to DeepSpeed's engine: the only module that changes anything of DeepSpeed's or torch's.
 
-Fourteen methods of ``DeepSpeedEngine`` are wrapped, and the constructors of the schedulers that take one number for all
+Fifteen methods of ``DeepSpeedEngine`` are wrapped, and the constructors of the schedulers that take one number for all
 param groups. Each wrapper does its part for an engine whose optimizer type is DSMuon, or for a scheduler of DSMuon, and
 for any other does what DeepSpeed or torch does. After ``torch.distributed.init_process_group`` a rank leaves word in
 the group's store that it has imported this package.
@@ -14,8 +14,10 @@ import inspect
 import logging
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import deepspeed
@@ -25,11 +27,13 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from torch import nn
 from torch.optim import lr_scheduler as torch_schedulers
 
 from ds_muon.agree import RollCall, agree, gather, leave_word, raise_together
+from ds_muon.blocks import described
 from ds_muon.checkpoint import check_before_loading
 from ds_muon.config import OPTIMIZER_TYPE, DSMuonConfig, DSMuonConfigError
 from ds_muon.learning_rates import DEEPSPEED_SCHEDULES, TORCH_SCHEDULES, far_off
@@ -38,6 +42,7 @@ from ds_muon.param_groups import split_param_groups
 from ds_muon.refusals import SUPPORTED_DEEPSPEED, DSMuonRefusal, config_refusals, may_differ, model_refusals
 from ds_muon.routing import Routing, RoutingError, check_matches, route
 from ds_muon.same_weights import check_same_weights
+from ds_muon.saving import WholeCheckpoints
 from ds_muon.say import log, say
 from ds_muon.schedulers import build, cycle_momentum, dsmuon_in, highest_rates, set_scheduled_rates
 from ds_muon.shards import SAVE, Save
@@ -63,6 +68,7 @@ _ENGINE_METHODS = (
     "_load_zero_checkpoint",
     "load_module_state_dict",
     "load_universal_checkpoint",
+    "_configure_checkpointing",
     "save_checkpoint",
     "_common_checkpoint_state",
     "zero_load_from_fp32_weights",
@@ -174,6 +180,7 @@ def register() -> None:
         _load_checkpoint,
         _load_zero_checkpoint,
         load_module_state_dict,
+        _configure_checkpointing,
         save_checkpoint,
         _common_checkpoint_state,
     ):
@@ -444,20 +451,52 @@ def load_module_state_dict(
     original(checkpoint, *args, **kwargs)
 
 
+def _configure_checkpointing(original: Callable[..., None], engine: Any) -> None:
+    """Save whole checkpoints, if DeepSpeed would save them by torch."""
+    original()
+    if isinstance(engine.optimizer, MuonZeroOptimizer) and type(engine.checkpoint_engine) is TorchCheckpointEngine:
+        engine.checkpoint_engine = WholeCheckpoints(engine.checkpoint_engine, engine.optimizer.dp_process_group)
+
+
 def save_checkpoint(
-    original: Callable[..., bool], engine: Any, save_dir: str, tag: str | None = None, *args: Any, **kwargs: Any
+    original: Callable[..., bool],
+    engine: Any,
+    save_dir: str,
+    tag: str | None = None,
+    client_state: Mapping[str, Any] = MappingProxyType({}),
+    save_latest: bool = True,
+    exclude_frozen_parameters: bool = False,
 ) -> bool:
-    """Let every file say which save it is of."""
+    """Let every file say which save it is of, and move ``latest`` when all ranks have written theirs."""
     zero = engine.optimizer
     if not isinstance(zero, MuonZeroOptimizer):
-        return original(save_dir, tag, *args, **kwargs)
+        return original(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
-    number = gather(uuid.uuid4().hex, zero.dp_process_group)[0]
-    zero.save = Save(number, tag, engine.global_steps)
+    save = Save(_of_one_tag(tag, save_latest, zero.dp_process_group), tag, engine.global_steps)
+    files, whole = engine.checkpoint_engine, isinstance(engine.checkpoint_engine, WholeCheckpoints)
+    zero.save = save
     try:
-        return original(save_dir, tag, *args, **kwargs)
+        with files.together() if whole else nullcontext():
+            done = original(save_dir, tag, client_state, save_latest and not whole, exclude_frozen_parameters)
+        if save_latest and whole:
+            files.set_latest(save_dir, tag)
     finally:
         zero.save = None
+    return done
+
+
+def _of_one_tag(tag: str, save_latest: bool, group: dist.ProcessGroup) -> str:
+    """A number for the save, if all ranks save the same tag, and one that can be loaded. A collective."""
+    tags = gather((tag, uuid.uuid4().hex), group)
+    for rank, (other, _) in enumerate(tags):
+        if other != tags[0][0]:
+            raise ValueError(f"rank 0 saves the tag {tags[0][0]!r}, and rank {rank} {other!r}; pass the same tag")
+    if (save_latest and tag != tag.strip()) or not tag:
+        raise ValueError(
+            f"tag = {tag!r} would not be found again: DeepSpeed drops blanks at its ends, and takes an empty one for "
+            "none; pass another tag"
+        )
+    return tags[0][1]
 
 
 def _common_checkpoint_state(
@@ -531,13 +570,20 @@ def _read(engine: Any, model: nn.Module) -> _Prepared:
         problems.append(error)
     # Pieces of weights have no shapes to go by, and a pattern that cannot be read may be the one that matters.
     in_pieces = of_model or engine._config.zero_optimization_stage == 3
-    unread = isinstance(params, Mapping) and {"muon_params", "adamw_params"} & params.keys() - config.model_fields_set
+    patterns = {"muon_params", "adamw_params", "muon_blocks"}
+    unread = isinstance(params, Mapping) and patterns & params.keys() - config.model_fields_set
     if not in_pieces and not unread:
         unmatched = _unmatched_patterns(config, model)
         problems += unmatched
         if not unmatched:
             try:
-                routing = route(model, muon_params=config.muon_params, adamw_params=config.adamw_params)
+                routing = route(
+                    model,
+                    muon_params=config.muon_params,
+                    adamw_params=config.adamw_params,
+                    muon_blocks=config.muon_blocks,
+                    per_head_muon=config.per_head_muon,
+                )
             except RoutingError as error:
                 problems.append(error)
     if not problems:
@@ -552,8 +598,14 @@ def _read(engine: Any, model: nn.Module) -> _Prepared:
 def _unmatched_patterns(config: DSMuonConfig, model: nn.Module) -> list[RoutingError]:
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     errors = []
-    for key in ("muon_params", "adamw_params", "no_decay_params"):
-        for pattern in getattr(config, key):
+    rules = [pattern for pattern, _ in config.muon_blocks]
+    for key, patterns in {
+        "muon_params": config.muon_params,
+        "adamw_params": config.adamw_params,
+        "no_decay_params": config.no_decay_params,
+        "muon_blocks": rules,
+    }.items():
+        for pattern in patterns:
             try:
                 check_matches(key, [pattern], names)
             except RoutingError as error:
@@ -564,7 +616,7 @@ def _unmatched_patterns(config: DSMuonConfig, model: nn.Module) -> list[RoutingE
 def _routes(routing: Routing) -> dict[str, str]:
     """Where every parameter goes, under all its names."""
     return {
-        " = ".join(r.names): f"{' x '.join(map(str, r.shape)) or 'scalar'}, to {r.half}, stored {r.layout}"
+        " = ".join(r.names): f"{r.shown_shape}, to {r.half}, stored {r.layout}, {described(r.pieces)}"
         for r in routing.routes
     }
 

@@ -245,7 +245,8 @@ def _attempt(
         return replace(attempt, cannot_run=reason)
     try:
         # Several batches would only take longer than one.
-        matrices = [matrix] * max(map(len, batches([matrix] * batch, settings)))
+        rows, cols = matrix.shape
+        matrices = [matrix] * max(map(len, batches([(rows, cols)] * batch, matrix.device, settings)))
         return _judged(attempt, matrices, settings, reference)
     except Exception as error:  # what a kernel makes of a device that it was not written for
         return replace(attempt, cannot_run=(str(error) or type(error).__name__).splitlines()[0])

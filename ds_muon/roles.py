@@ -82,8 +82,8 @@ _ROWS = frozenset({"codebook", "codebooks", "codevectors", "latents", "prompt", 
 # A name that ends in one of these is a map, whatever of.
 _MAPS = frozenset({"kernel", "matrix", "proj", "projection", "weight"})
 
-# Trainable and made of matrices, but not Muon's.
-STACK, FLAT_STACK, TENSOR_3D = "stack of experts", "experts in one matrix", "3-D tensor"
+# Trainable and perhaps made of matrices, but not Muon's unless named.
+FLAT_STACK, TENSOR_3D = "experts in one matrix", "3-D tensor"
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def _place(name: str, modules: dict[str, nn.Module]) -> Place:
 
 
 def adamw_reason(tensor: NamedTensor, heads: frozenset[int]) -> str | None:
-    """Why this trainable tensor is no matrix for Muon, in a few words; None if it is one.
+    """Why this trainable tensor is no matrix for Muon, in a few words; None if it is one, or a stack of experts.
 
     Args:
         heads: from ``output_heads``.
@@ -169,9 +169,10 @@ def adamw_reason(tensor: NamedTensor, heads: frozenset[int]) -> str | None:
     raw = [place for place in tensor.places if not _multiplies(place.owner)]
     if reason := next(filter(None, map(_by_class, raw)), None) or next(filter(None, map(_by_name, raw)), None):
         return reason
-    below_experts = any("experts" in place.path for place in raw)
     if len(shape) > 2:
-        return STACK if below_experts and len(shape) == 3 else f"{len(shape)}-D tensor"
+        if len(shape) > 3 or not any("experts" in place.path for place in tensor.places):
+            return f"{len(shape)}-D tensor"
+        return "a side of 1" if min(shape[1:]) == 1 else None
     return FLAT_STACK if any(map(_holds_all_experts, raw)) else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +66,9 @@ def description(zero: Any, save: Save | None) -> dict[str, Any]:
     ``params`` lists, for each param group in its own order, name, shape and, of a matrix of Muon's, number of outputs.
     ``dtype`` is that of the model's weights.
     """
-    rows = {matrix.name: matrix.sides[0] for matrix in zero.plan.matrices}
+    rows = Counter({unit.tensor: 0 for unit in zero.plan.units})
+    for unit in zero.plan.units:
+        rows[unit.tensor] += sum(matrix.sides[0] for matrix in unit.matrices)
     group = zero.dp_process_group
     return {
         "format": FORMAT,
@@ -106,6 +109,11 @@ class Shards:
     def __init__(self, engine: Any, load_dir: str, tag: str) -> None:
         self._engine, self._load_dir, self._tag = engine, load_dir, tag
         self.opened: dict[int, dict[str, Any]] = {}
+
+    @property
+    def weights(self) -> Path:
+        """The file of the model's weights."""
+        return Path(self._engine._get_ckpt_name(self._load_dir, self._tag))
 
     def path_of(self, rank: int) -> Path:
         """The shard of a rank; its name says whether it was saved with bf16, whatever the engine's dtype."""
@@ -178,7 +186,7 @@ class Shards:
             Misfit: it is of another one.
             ValueError: it cannot be read.
         """
-        path = Path(self._engine._get_ckpt_name(self._load_dir, self._tag))
+        path = self.weights
         weights = _read(self._engine, path)
         said = Save(*weights[SAVE]) if weights.get(SAVE) else None
         step = weights.get("global_steps")

@@ -30,12 +30,13 @@ from ds_muon.capture import NanCapture
 from ds_muon.checkpoint import Found
 from ds_muon.exchange import element_bytes
 from ds_muon.guard import Findings, StepGuard, Verdict
-from ds_muon.layout import out_and_in
+from ds_muon.layout import outputs
 from ds_muon.muon_group import MuonGroup, in_turns
 from ds_muon.optimizer import CUT_STATE, LARGEST_IN_LIST, DSMuon
 from ds_muon.orthogonalize import release
 from ds_muon.passes import sum_of_squares
 from ds_muon.plan.partition import Plan, flat_layout, make_plan
+from ds_muon.progress import Progress
 from ds_muon.ranges import profiled
 from ds_muon.refusals import NO_GRADIENTS, SUPPORTED_DEEPSPEED, DSMuonRefusal, nothing_to_step_on, step_refusal
 from ds_muon.shards import LAYOUT, SHARD, Save, description, layout
@@ -91,17 +92,18 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
 
     def initialize_optimizer_states(self) -> None:
         muon = [i for i, group in enumerate(self.optimizer.param_groups) if group["use_muon"]]
-        stored = self.optimizer.routing.layouts()
-        outputs = [[out_and_in(*shape, stored[name])[0] for name, shape in self._shapes(i)] for i in muon]
-        self.optimizer.init_state([sum(of_group) for of_group in outputs])
+        stored, pieces = self.optimizer.routing.layouts(), self.optimizer.routing.pieces()
+        self.optimizer.init_state(
+            [sum(outputs(pieces[name], stored[name]) for name, _ in self._shapes(i)) for i in muon]
+        )
 
     def destroy(self) -> None:
         self.skips.close()
         release()
         super().destroy()
 
-    def _shapes(self, group_index: int) -> list[tuple[str, tuple[int, int]]]:
-        """Name and shape of each matrix of a Muon group, in the group's order."""
+    def _shapes(self, group_index: int) -> list[tuple[str, tuple[int, ...]]]:
+        """Name and shape of each tensor of a Muon group, in the group's order."""
         return [(self.param_names[p], tuple(p.shape)) for p in self.bit16_groups[group_index]]
 
     def _make_plan(self) -> Plan:
@@ -136,6 +138,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
             self.newton_schulz.cost,
             element_bytes=element_bytes(self.newton_schulz, normuon=normuon),
             stored=self.optimizer.routing.layouts(),
+            pieces=self.optimizer.routing.pieces(),
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -393,12 +396,16 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         self.optimizer.load_groups(found.groups)
         states = [self.optimizer.state[p] for group in self.optimizer.param_groups for p in group["params"]]
         weights = self.single_partition_of_fp32_groups
+        targets = [{key: tensor for key, tensor in state.items() if key in CUT_STATE} for state in states]
+        size = [sum(t.element_size() for t in of.values()) + 4 * from_fp32_weights for of in targets]
+        progress = Progress("load_checkpoint: rank 0 has read", sum(size[p.group] * p.numel for p in found.pieces))
         for piece in found.pieces:
             here = slice(piece.offset, piece.offset + piece.numel)
             if from_fp32_weights:
                 weights[piece.group][here].copy_(found.weights(piece))
-            for key in states[piece.group].keys() & CUT_STATE:
-                states[piece.group][key][here].copy_(found.state(piece, key))
+            for key, target in targets[piece.group].items():
+                target[here].copy_(found.state(piece, key))
+            progress.add(size[piece.group] * piece.numel)
         for state, source in zip(states, found.sources, strict=True):
             if "step" in state:
                 state["step"].copy_(found.whole_state(source, "step"))
@@ -406,7 +413,7 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
             variance = self.optimizer.row_variance(i)
             if variance is not None and group.row_variance is not None:
                 for name, _ in self._shapes(i):
-                    group.row_variance.of(variance, name).copy_(found.row_variance(name))
+                    group.row_variance.of_tensor(variance, name).copy_(found.row_variance(name))
         if from_fp32_weights and not same_dtype:
             # The engine has loaded weights that were rounded to another dtype.
             self.update_lp_params()

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from ds_muon.bench.clock import Yardstick
-from ds_muon.passes import Segments, Where, torch_passes
+from ds_muon.layout import Piece
+from ds_muon.passes import Held, Segments, Where, torch_passes
 
 Shape = tuple[int, int, int]
 
@@ -48,7 +49,10 @@ def passes(shapes: Sequence[Shape], first: Tensor, second: Tensor) -> Iterator[P
     """All of them on two flat fp32 tensors, which are overwritten."""
     sizes = [rows * cols for count, rows, cols in shapes for _ in range(count)]
     elements, device = first.numel(), first.device
-    segments = Segments.of([0, *accumulate(sizes[:-1])], elements, device)
+    held = [
+        Held(Piece((), 0, 1, size), 0, end - size, size) for size, end in zip(sizes, accumulate(sizes), strict=True)
+    ]
+    segments = Segments.of(held, elements, device)
     where = Where(segments, torch.ones(len(sizes), dtype=torch.bool, device=device))
     together = torch.ones((), dtype=torch.bool, device=device)
 

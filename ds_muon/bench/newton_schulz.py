@@ -140,7 +140,7 @@ def candidates(device: torch.device, dtype: str) -> Iterator[tuple[str, Orthogon
 def _in_batches(matrices: Sequence[Tensor], settings: NewtonSchulz) -> Tensor:
     """As an optimizer step does, which uses up the results of a batch before the next. Returns the first result."""
     first = None
-    for indices in batches(matrices, settings):
+    for indices in batches([(m.shape[0], m.shape[1]) for m in matrices], matrices[0].device, settings):
         outputs = orthogonalize_batch([matrices[i] for i in indices], settings)
         # A result may keep the memory of the whole batch.
         first = outputs[0].clone() if first is None else first

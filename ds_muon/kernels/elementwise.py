@@ -14,23 +14,41 @@ import triton.language as tl
 
 
 @triton.jit
-def _flags(where, bounds, of_block, offsets):
-    """One flag, or if there are ``bounds`` of segments one for each element of a block, by the segment it lies in."""
+def _flags(where, bounds, of_block, table, labels, offsets):
+    """One flag, or if there are ``bounds`` of segments one for each element of a block, by the segment it lies in.
+
+    ``table`` and ``labels``: of ``Striped``, where segments hold matrices in strips; or None.
+    """
     if bounds is None:
         flags = tl.load(where)
     else:
         # Most blocks lie in one segment: then nothing is walked through.
         first = tl.load(of_block + tl.program_id(0))
         last = tl.load(of_block + tl.program_id(0) + 1)
-        flags = tl.load(where + first) & (offsets >= 0)
+        flags = _of_segment(where, table, labels, first, offsets)
         for segment in range(first + 1, last + 1):
-            flags = tl.where(offsets >= tl.load(bounds + segment), tl.load(where + segment), flags)
+            here = _of_segment(where, table, labels, segment, offsets)
+            flags = tl.where(offsets >= tl.load(bounds + segment), here, flags)
+    return flags
+
+
+@triton.jit
+def _of_segment(where, table, labels, segment, offsets):
+    """What the flags of a block are, if all its elements are of this segment."""
+    if table is None:
+        flags = tl.load(where + segment) & (offsets >= 0)
+    else:
+        shift = tl.load(table + 4 * segment)
+        inner = tl.load(table + 4 * segment + 1)
+        side = tl.load(table + 4 * segment + 2)
+        first = tl.load(table + 4 * segment + 3)
+        flags = tl.load(where + tl.load(labels + first + tl.maximum(offsets + shift, 0) // inner % side))
     return flags
 
 
 @triton.jit
 def _advance(
-    gradient, momentum_buffer, where, bounds, of_block, offsets, mask, momentum, rest,
+    gradient, momentum_buffer, where, bounds, of_block, table, labels, offsets, mask, momentum, rest,
     NEAR_GRADIENT: tl.constexpr, NESTEROV: tl.constexpr,
 ):  # fmt: skip
     g = tl.load(gradient, mask=mask)
@@ -40,7 +58,7 @@ def _advance(
     u = g * rest + average * momentum if NESTEROV else average
     if where is not None:
         # Behind the loads above, which are under way meanwhile.
-        moves = _flags(where, bounds, of_block, offsets)
+        moves = _flags(where, bounds, of_block, table, labels, offsets)
         average = tl.where(moves, average, before)
         u = tl.where(moves, u, 0.0)
     tl.store(momentum_buffer, average.to(momentum_buffer.dtype.element_ty), mask=mask)
@@ -49,12 +67,12 @@ def _advance(
 
 @triton.jit(do_not_specialize=["numel"])
 def advance_momentum(
-    gradient, momentum_buffer, where, bounds, of_block, numel, momentum, rest,
+    gradient, momentum_buffer, where, bounds, of_block, table, labels, numel, momentum, rest,
     NEAR_GRADIENT: tl.constexpr, NESTEROV: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``rest`` is 1 - momentum, NEAR_GRADIENT whether momentum < 0.5.
 
-    ``where``: a bool scalar, or a flag for each segment, with the tables of ``Segments``; or None.
+    ``where``: a bool scalar, or a flag for each matrix, with the tables of ``Segments``; or None.
     """
     start = tl.program_id(0).to(tl.int64) * BLOCK
     block = tl.arange(0, BLOCK)
@@ -63,29 +81,29 @@ def advance_momentum(
     # A mask that ends anywhere would have every block read element by element.
     if start + BLOCK <= numel:
         _advance(
-            gradient, momentum_buffer, where, bounds, of_block, start + block, None, momentum, rest,
+            gradient, momentum_buffer, where, bounds, of_block, table, labels, start + block, None, momentum, rest,
             NEAR_GRADIENT, NESTEROV,
         )  # fmt: skip
     else:
         _advance(
-            gradient, momentum_buffer, where, bounds, of_block, start + block, block < numel - start, momentum, rest,
-            NEAR_GRADIENT, NESTEROV,
+            gradient, momentum_buffer, where, bounds, of_block, table, labels, start + block, block < numel - start,
+            momentum, rest, NEAR_GRADIENT, NESTEROV,
         )  # fmt: skip
 
 
 @triton.jit
-def _apply(weight, update, where, bounds, of_block, offsets, mask, lr, decay, DECAYS: tl.constexpr):
+def _apply(weight, update, where, bounds, of_block, table, labels, offsets, mask, lr, decay, DECAYS: tl.constexpr):
     w = tl.load(weight, mask=mask)
     change = tl.load(update, mask=mask) * lr
     if DECAYS:
         decayed = w * decay
-        w = decayed if where is None else tl.where(_flags(where, bounds, of_block, offsets), decayed, w)
+        w = decayed if where is None else tl.where(_flags(where, bounds, of_block, table, labels, offsets), decayed, w)
     tl.store(weight, w - change, mask=mask)
 
 
 @triton.jit(do_not_specialize=["numel"])
 def apply_update(
-    weight, update, where, bounds, of_block, numel, lr, decay, DECAYS: tl.constexpr, BLOCK: tl.constexpr
+    weight, update, where, bounds, of_block, table, labels, numel, lr, decay, DECAYS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """``decay`` is what the weight is multiplied with, if DECAYS: ``where`` is true, as in ``advance_momentum``."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
@@ -93,9 +111,22 @@ def apply_update(
     weight += start + block
     update += start + block
     if start + BLOCK <= numel:
-        _apply(weight, update, where, bounds, of_block, start + block, None, lr, decay, DECAYS)
+        _apply(weight, update, where, bounds, of_block, table, labels, start + block, None, lr, decay, DECAYS)
     else:
-        _apply(weight, update, where, bounds, of_block, start + block, block < numel - start, lr, decay, DECAYS)
+        _apply(
+            weight,
+            update,
+            where,
+            bounds,
+            of_block,
+            table,
+            labels,
+            start + block,
+            block < numel - start,
+            lr,
+            decay,
+            DECAYS,
+        )
 
 
 @triton.jit(do_not_specialize=["tile_cols", "tiles"])

@@ -120,23 +120,30 @@ def orthogonalize(matrices: Sequence[Tensor], settings: NewtonSchulz) -> list[Te
     """
     outputs: dict[int, Tensor] = {}
     compact = BACKENDS[settings.backend]().compact
-    for indices in batches(matrices, settings):
+    shapes = [(matrix.shape[0], matrix.shape[1]) for matrix in matrices]
+    for indices in batches(shapes, matrices[0].device if matrices else torch.device("cpu"), settings):
         batch = orthogonalize_batch([matrices[i] for i in indices], settings)
         batch = batch if compact else batch.clone()
         outputs.update(zip(indices, batch.unbind(), strict=True))
     return [outputs[index] for index in range(len(matrices))]
 
 
-def batches(matrices: Sequence[Tensor], settings: NewtonSchulz) -> Iterator[Sequence[int]]:
-    """Which matrices to orthogonalize together: indices of equal shapes, as many as the workspace allows."""
+def batches(shapes: Sequence[tuple[int, int]], device: torch.device, settings: NewtonSchulz) -> Iterator[Sequence[int]]:
+    """Which matrices to orthogonalize together: indices of equal shapes, as many as the workspace allows.
+
+    Args:
+        shapes: (rows, cols) of each matrix.
+        device: where they are.
+        settings: of the iteration.
+    """
     backend = BACKENDS[settings.backend]()
-    by_shape: dict[torch.Size, list[int]] = {}
-    for index, matrix in enumerate(matrices):
-        by_shape.setdefault(matrix.shape, []).append(index)
+    alone = backend.alone(device, settings.dtype)
+    by_shape: dict[tuple[int, int], list[int]] = {}
+    for index, shape in enumerate(shapes):
+        by_shape.setdefault(shape, []).append(index)
     for (rows, cols), indices in by_shape.items():
         squares = settings.iteration(rows, cols).squares
         limit = max(1, WORKSPACE_BYTES // max(1, backend.workspace(rows, cols, settings.dtype, squares)))
-        alone = backend.alone(matrices[indices[0]].device, settings.dtype)
         chunks = len(indices) if alone else -(-len(indices) // limit)
         for chunk in range(chunks):
             yield indices[len(indices) * chunk // chunks : len(indices) * (chunk + 1) // chunks]

@@ -16,10 +16,20 @@ from torch import Tensor
 
 from ds_muon.kernels.available import why_not
 from ds_muon.passes import torch_passes
-from ds_muon.passes.segments import Segments, Where
+from ds_muon.passes.segments import Held, Segments, Where
+from ds_muon.passes.torch_passes import rows_of
 from ds_muon.say import log
 
-__all__ = ["Segments", "Where", "advance_momentum_", "apply_update_", "store_updates", "sum_of_squares"]
+__all__ = [
+    "Held",
+    "Segments",
+    "Where",
+    "advance_momentum_",
+    "apply_update_",
+    "rows_of",
+    "store_updates",
+    "sum_of_squares",
+]
 
 P = ParamSpec("P")
 T = TypeVar("T")

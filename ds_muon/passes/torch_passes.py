@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ds_muon.layout import Piece
 from ds_muon.passes.segments import Segments, Where
 
 # Elements that a pass works on at a time. Bounds temporaries: in fp32 to 64 MiB, in fp64 or of indices to 128 MiB.
@@ -32,7 +33,7 @@ def advance_momentum_(
             arithmetic is in fp32 either way.
         momentum: weight of the past, in [0, 1).
         nesterov: look ahead by one step.
-        where: bool scalar on the same device, or one flag for each segment of flat tensors; None stands for true. False
+        where: bool scalar on the same device, or one flag for each matrix of flat tensors; None stands for true. False
             leaves the momentum as it is and makes U exactly zero, whatever the gradient holds. The host does not wait.
     """
     pieces = (torch.split(tensor.view(-1), _CHUNK) for tensor in (gradient, momentum_buffer))
@@ -89,7 +90,7 @@ def apply_update_(
         update: fp32, same shape, contiguous; overwritten with undefined values.
         lr: learning rate.
         weight_decay: decoupled. With 0, W is not multiplied at all.
-        where: one flag for each segment of flat tensors. Segments with false do not decay; their update must be zero.
+        where: one flag for each matrix of flat tensors. Matrices with false do not decay; their update must be zero.
     """
     if weight_decay != 0:
         for index, w in enumerate(torch.split(weight.view(-1), _CHUNK)):
@@ -102,21 +103,68 @@ def apply_update_(
 
 
 def sum_of_squares(x: Tensor, segments: Segments | None = None) -> Tensor:
-    """The sum of squares of a flat tensor, or of each of its segments.
+    """The sum of squares of a flat tensor, or of each of its matrices.
 
     Args:
         x: flat, fp32; not modified.
         segments: of ``x``; None for one sum over all of it.
 
     Returns:
-        A scalar, or (count,) for the segments: fp64, on the device of ``x``. A sum is zero exactly if all its elements
-        are, and finite exactly if all its elements are.
+        A scalar, or (matrices,) for the segments: fp64, on the device of ``x``. A sum is zero exactly if all its
+        elements are. If one is not finite, some sum is not.
     """
     if segments is None:
         return _sum(x)
     if not len(segments):
         return torch.empty(0, dtype=torch.float64, device=x.device)
-    return torch.stack([_sum(segment) for segment in torch.split(x, list(segments.sizes))])
+    return of_matrices(torch.stack([_sum(segment) for segment in torch.split(x, list(segments.sizes))]), x, segments)
+
+
+def of_matrices(totals: Tensor, x: Tensor, segments: Segments) -> Tensor:
+    """The sum of squares of each matrix: (matrices,), from those of the segments, (segments,) fp64."""
+    if segments.striped is None:
+        return totals
+    sums = torch.empty(segments.matrices, dtype=totals.dtype, device=totals.device)
+    of_plain, plain = segments.striped.plain
+    sums[plain] = totals[of_plain]
+    for held, first, members in segments.striped.parts:
+        part = x.narrow(0, held.offset, held.numel)
+        # A product, because sums into places that several share have no fixed order on GPUs.
+        torch.mv(members, _sums_across(part, held.piece, held.start), out=sums[first : first + len(members)])
+    return sums
+
+
+def _sums_across(part: Tensor, piece: Piece, start: int) -> Tensor:
+    """The sum of squares of each row (axis 0) or column (axis 1) of a piece, in what ``part`` has of it."""
+    across = torch.zeros(piece.cols if piece.axis else piece.rows, dtype=torch.float64, device=part.device)
+    for rows, row, col in rows_of(part, piece.cols, start):
+        begin = col if piece.axis else row
+        for chunk in torch.split(rows, max(1, _CHUNK // rows.shape[1])):
+            norms = torch.linalg.vector_norm(chunk, dim=1 - piece.axis, dtype=torch.float64)
+            across[begin : begin + norms.numel()] += norms.square_()
+            begin += 0 if piece.axis else norms.numel()
+    return across
+
+
+def rows_of(part: Tensor, cols: int, start: int) -> list[tuple[Tensor, int, int]]:
+    """Elements of a matrix of ``cols`` columns, from ``start`` on, as whole and broken rows.
+
+    Args:
+        part: the elements, flat.
+
+    Returns:
+        At most three (rows, cols) views of ``part``, each with its first row and column in the matrix.
+    """
+    row, col = divmod(start, cols)
+    head = min(part.numel(), cols - col) if col else 0
+    body = (part.numel() - head) // cols * cols
+    below = row + bool(head)
+    found = [
+        (part[:head].view(1, -1), row, col),
+        (part[head : head + body].view(-1, cols), below, 0),
+        (part[head + body :].view(1, -1), below + body // cols, 0),
+    ]
+    return [(rows, row, col) for rows, row, col in found if rows.numel()]
 
 
 def _sum(x: Tensor) -> Tensor:

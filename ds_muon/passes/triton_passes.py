@@ -13,6 +13,7 @@ from torch import Tensor
 from ds_muon.kernels import elementwise
 from ds_muon.kernels.launch import addresses_of, ceil_div, on
 from ds_muon.passes.segments import BLOCK, SPAN, Segments, Where
+from ds_muon.passes.torch_passes import of_matrices
 
 # Side of the square of a matrix that one program works on.
 SIDE = 64
@@ -97,15 +98,19 @@ def sum_of_squares(x: Tensor, segments: Segments | None = None) -> Tensor:
             elementwise.sums_of_segments[(len(segments),)](
                 sums, segments.first_pieces, totals, BLOCK=PIECES, num_warps=1
             )
-    return totals
+    return totals if segments.striped is None else of_matrices(totals, x, segments)
 
 
-def _flags(where: Tensor | Where | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The flags, and the tables by which blocks find theirs."""
+def _flags(where: Tensor | Where | None) -> tuple[Tensor | None, ...]:
+    """The flags, and the tables by which blocks and elements find theirs."""
     if not isinstance(where, Where):
-        return where, None, None
-    # Without segments there is nothing but padding.
-    return (where.flags, where.segments.bounds, where.segments.of_block) if len(where.segments) else (None, None, None)
+        return where, None, None, None, None
+    segments = where.segments
+    if not len(segments):  # nothing but padding
+        return None, None, None, None, None
+    striped = segments.striped
+    tables = (None, None) if striped is None else (striped.table, striped.labels)
+    return where.flags, segments.bounds, segments.of_block, *tables
 
 
 def _elements(first: Tensor, *others: Tensor) -> int:

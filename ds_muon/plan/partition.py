@@ -3,8 +3,9 @@
 ZeRO-1/2 lays the parameters of a group end to end in one flat buffer and cuts it into ``world_size`` equal partitions,
 wherever the cuts fall. A *holder* of a matrix has a slice of it in its partition. One rank, the *owner*, orthogonalizes
 the matrix. Slices of other holders travel to the owner, which reassembles the matrix. A matrix with one holder travels
-if another owner makes the step faster (``owners``). Nothing here communicates, so a plan can be made, printed and
-tested for any world size.
+if another owner makes the step faster (``owners``). Matrices that lie side by side in the columns of a tensor do all
+this together, as one *unit*; any other matrix is a unit of its own, whether it is a tensor, an expert of a stack or a
+head. Nothing here communicates, so a plan can be made, printed and tested for any world size.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from ds_muon.layout import Layout, out_and_in
+from torch import Tensor
+
+from ds_muon.layout import Layout, Piece, Strip, out_and_in, whole
 from ds_muon.plan.owners import RATES, Rates, Work, choose_owners, least_loaded_holders
 
 # ZeRO pads a partition to a multiple of this many elements, so that every partition starts on a 4-byte boundary.
@@ -25,8 +28,8 @@ _ALIGNMENT_BYTES = 16
 ELEMENT_BYTES = 6
 """Bytes per element that travels, both ways together: U goes out in fp32, O comes back in half precision."""
 
-
 _OUT_IN: Mapping[str, Layout] = MappingProxyType({})
+_WHOLE: Mapping[str, tuple[Piece, ...]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -63,19 +66,61 @@ class Slice:
 
 @dataclass(frozen=True)
 class Matrix:
-    """One (rows, cols) matrix as it is stored, its slices in order of rank, and its owner, which may hold nothing."""
+    """One (rows, cols) matrix as it is stored: what Newton-Schulz gets.
+
+    Attributes:
+        strip: of its unit, along ``axis``; None if it is all of that.
+    """
 
     name: str
     rows: int
     cols: int
-    slices: tuple[Slice, ...]
-    owner: int
     layout: Layout = "out_in"
+    strip: Strip | None = None
+    axis: int = 1
+
+    def of(self, unit: Tensor) -> Tensor:
+        """The matrix in its unit, (rows, cols) and contiguous: a copy if it is a strip, else ``unit`` itself."""
+        return unit if self.strip is None else self.strip.of(unit, self.axis).contiguous()
+
+    def put(self, matrix: Tensor, unit: Tensor) -> None:
+        """Write what ``of`` has copied back to its strip of ``unit``. Nothing if the matrix is the unit."""
+        if self.strip is not None:
+            self.strip.store(matrix, unit, self.axis)
 
     @property
     def sides(self) -> tuple[int, int]:
         """Numbers of outputs and inputs, however the matrix is stored."""
         return out_and_in(self.rows, self.cols, self.layout)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is held, sent and owned as a whole: a matrix, or a piece of a tensor with several matrices in strips.
+
+    Attributes:
+        name: of the matrix, or of the tensor with the place of the piece in it.
+        tensor: the parameter that it is a piece of.
+        piece: where it lies in that, and its strips.
+        matrices: one, or one for each strip.
+        slices: in order of rank.
+        owner: the rank that orthogonalizes its matrices. It may hold nothing of them.
+    """
+
+    name: str
+    tensor: str
+    piece: Piece
+    matrices: tuple[Matrix, ...]
+    slices: tuple[Slice, ...]
+    owner: int
+
+    @property
+    def rows(self) -> int:
+        return self.piece.rows
+
+    @property
+    def cols(self) -> int:
+        return self.piece.cols
 
     @property
     def straddles(self) -> bool:
@@ -98,42 +143,46 @@ class Matrix:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """All matrices of one param group, in flat order."""
+    """All units of one param group, in flat order."""
 
     world_size: int
     partition_size: int
-    matrices: tuple[Matrix, ...]
+    units: tuple[Unit, ...]
 
     @property
-    def straddlers(self) -> tuple[Matrix, ...]:
-        return tuple(matrix for matrix in self.matrices if matrix.straddles)
+    def matrices(self) -> tuple[Matrix, ...]:
+        return tuple(matrix for unit in self.units for matrix in unit.matrices)
 
     @property
-    def travellers(self) -> tuple[Matrix, ...]:
-        return tuple(matrix for matrix in self.matrices if matrix.travels)
+    def straddlers(self) -> tuple[Unit, ...]:
+        return tuple(unit for unit in self.units if unit.straddles)
 
-    def held(self, rank: int) -> tuple[tuple[Matrix, Slice], ...]:
-        """Every matrix that ``rank`` holds a slice of, with that slice."""
-        return tuple((m, piece) for m in self.matrices for piece in m.slices if piece.rank == rank)
+    @property
+    def travellers(self) -> tuple[Unit, ...]:
+        return tuple(unit for unit in self.units if unit.travels)
 
-    def owned_travellers(self, rank: int) -> tuple[Matrix, ...]:
-        return tuple(m for m in self.travellers if m.owner == rank)
+    def held(self, rank: int) -> tuple[tuple[Unit, Slice], ...]:
+        """Every unit that ``rank`` holds a slice of, with that slice."""
+        return tuple((unit, held) for unit in self.units for held in unit.slices if held.rank == rank)
 
-    def outgoing(self, rank: int) -> tuple[tuple[tuple[Matrix, Slice], ...], ...]:
+    def owned_travellers(self, rank: int) -> tuple[Unit, ...]:
+        return tuple(unit for unit in self.travellers if unit.owner == rank)
+
+    def outgoing(self, rank: int) -> tuple[tuple[tuple[Unit, Slice], ...], ...]:
         """For each owner, the slices that ``rank`` sends it. None to itself."""
-        return self._routes((m.owner, m, s) for m, s in self._moving() if s.rank == rank)
+        return self._routes((u.owner, u, s) for u, s in self._moving() if s.rank == rank)
 
-    def incoming(self, rank: int) -> tuple[tuple[tuple[Matrix, Slice], ...], ...]:
+    def incoming(self, rank: int) -> tuple[tuple[tuple[Unit, Slice], ...], ...]:
         """For each holder, the slices that it sends to ``rank``, in packing order."""
-        return self._routes((s.rank, m, s) for m, s in self._moving() if m.owner == rank)
+        return self._routes((s.rank, u, s) for u, s in self._moving() if u.owner == rank)
 
-    def _moving(self) -> Iterator[tuple[Matrix, Slice]]:
-        return ((m, s) for m in self.matrices for s in m.slices if s.rank != m.owner)
+    def _moving(self) -> Iterator[tuple[Unit, Slice]]:
+        return ((u, s) for u in self.units for s in u.slices if s.rank != u.owner)
 
-    def _routes(self, moves: Iterable[tuple[int, Matrix, Slice]]) -> tuple[tuple[tuple[Matrix, Slice], ...], ...]:
-        routes: list[list[tuple[Matrix, Slice]]] = [[] for _ in range(self.world_size)]
-        for peer, matrix, piece in moves:
-            routes[peer].append((matrix, piece))
+    def _routes(self, moves: Iterable[tuple[int, Unit, Slice]]) -> tuple[tuple[tuple[Unit, Slice], ...], ...]:
+        routes: list[list[tuple[Unit, Slice]]] = [[] for _ in range(self.world_size)]
+        for peer, unit, held in moves:
+            routes[peer].append((unit, held))
         return tuple(map(tuple, routes))
 
 
@@ -150,6 +199,10 @@ class Plan:
     loads: tuple[float, ...]
 
     @property
+    def units(self) -> tuple[Unit, ...]:
+        return tuple(unit for group in self.groups for unit in group.units)
+
+    @property
     def matrices(self) -> tuple[Matrix, ...]:
         return tuple(matrix for group in self.groups for matrix in group.matrices)
 
@@ -160,11 +213,11 @@ class Plan:
     def moved_by_rank(self) -> tuple[int, ...]:
         """For each rank, the elements that it sends to owners and receives as an owner. As many travel back."""
         moved = [0] * len(self.loads)
-        for matrix in self.matrices:
-            for piece in matrix.slices:
-                if piece.rank != matrix.owner:
-                    moved[piece.rank] += piece.numel
-                    moved[matrix.owner] += piece.numel
+        for unit in self.units:
+            for held in unit.slices:
+                if held.rank != unit.owner:
+                    moved[held.rank] += held.numel
+                    moved[unit.owner] += held.numel
         return tuple(moved)
 
     def seconds(self, rates: Rates = RATES, *, element_bytes: int = ELEMENT_BYTES) -> float:
@@ -188,7 +241,7 @@ class Plan:
     def summary(self) -> str:
         """One line for a log: matrices, straddling ones, elements moved, balance."""
         straddling = sum(len(group.straddlers) for group in self.groups)
-        moved = sum(matrix.moved for matrix in self.matrices)
+        moved = sum(unit.moved for unit in self.units)
         return (
             f"{len(self.matrices)} matrices on {len(self.loads)} ranks, {straddling} straddle a partition boundary, "
             f"{moved} move to a rank that holds nothing of them ({self.moved_elements():,} elements exchanged each "
@@ -244,7 +297,7 @@ def cut(offset: int, numel: int, partition_size: int) -> tuple[Slice, ...]:
 
 
 def make_plan(
-    groups: Sequence[Sequence[tuple[str, tuple[int, int]]]],
+    groups: Sequence[Sequence[tuple[str, Sequence[int]]]],
     layouts: Sequence[FlatLayout],
     world_size: int,
     cost: Callable[[int, int], float],
@@ -252,28 +305,34 @@ def make_plan(
     rates: Rates | None = RATES,
     element_bytes: int = ELEMENT_BYTES,
     stored: Mapping[str, Layout] = _OUT_IN,
+    pieces: Mapping[str, tuple[Piece, ...]] = _WHOLE,
 ) -> Plan:
-    """Cut every matrix and give it an owner.
+    """Cut every piece of every tensor and give it an owner.
 
     Args:
-        groups: per Muon param group, the (name, (rows, cols)) of its matrices in the group's order.
+        groups: per Muon param group, the (name, shape) of its tensors in the group's order.
         layouts: ``flat_layout`` of each group.
         world_size: ranks that share the groups.
         cost: floating-point operations for one (rows, cols) matrix.
         rates: of the machine, by which owners are chosen over all groups together; see ``choose_owners``. None takes
             ``least_loaded_holders``.
         element_bytes: bytes per element that travels, both ways together.
-        stored: layout of matrices by name; "out_in" by default.
+        stored: layout of tensors by name; "out_in" by default.
+        pieces: of tensors by name, in order; by default a tensor is one matrix, and its shape is that of a matrix.
     """
     cuts = [
-        [(*group[index], cut(offset, math.prod(group[index][1]), layout.partition_size)) for index, offset in placed]
+        [
+            (name, piece, cut(offset + piece.start, piece.numel, layout.partition_size))
+            for index, offset in zip(layout.order, layout.offsets, strict=True)
+            for name, shape in [group[index]]
+            for piece in pieces.get(name) or whole(*shape)
+        ]
         for group, layout in zip(groups, layouts, strict=True)
-        for placed in [zip(layout.order, layout.offsets, strict=True)]
     ]
     works = [
-        Work(g, cost(*shape), tuple((piece.rank, piece.numel) for piece in slices))
+        Work(g, sum(cost(*shape) for shape in piece.shapes()), tuple((held.rank, held.numel) for held in slices))
         for g, group_cuts in enumerate(cuts)
-        for _, shape, slices in group_cuts
+        for _, piece, slices in group_cuts
     ]
     if rates is None:
         owners = least_loaded_holders(works, world_size)
@@ -289,11 +348,24 @@ def make_plan(
                 world_size,
                 layout.partition_size,
                 tuple(
-                    Matrix(name, *shape, slices, next(remaining), stored.get(name, "out_in"))
-                    for name, shape, slices in group_cuts
+                    Unit(
+                        piece.name(name),
+                        name,
+                        piece,
+                        _matrices(name, piece, stored.get(name, "out_in")),
+                        slices,
+                        next(remaining),
+                    )
+                    for name, piece, slices in group_cuts
                 ),
             )
             for layout, group_cuts in zip(layouts, cuts, strict=True)
         ),
         loads=tuple(loads),
     )
+
+
+def _matrices(tensor: str, piece: Piece, layout: Layout) -> tuple[Matrix, ...]:
+    strips = piece.strips or (None,)
+    described = zip(piece.names(tensor), piece.shapes(), strips, strict=True)
+    return tuple(Matrix(name, *shape, layout, strip, piece.axis) for name, shape, strip in described)

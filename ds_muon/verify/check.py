@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -172,13 +173,14 @@ class StepComparison:
         dtype = torch.float64 if keep_state else torch.float32
         self._raw = [_RawGradient(_zeros(placed, dtype), _zeros(placed, dtype)) for placed in self._placed]
         self._hooks = [
-            placed.param.register_hook(raw.add)  # type: ignore[no-untyped-call]
+            placed.param.register_hook(partial(_add, placed, raw))  # type: ignore[no-untyped-call]
             for placed, raw in zip(self._placed, self._raw, strict=True)
             if placed.param.requires_grad  # one that was frozen since has no gradient
         ]
         self._keep_state = keep_state
         self._references = self._start() if keep_state else []
         self._before: list[_Step] = []
+        self._after: list[dict[str, Tensor | None]] = []
         self._weights: list[Tensor] | None = None
         self._groups: list[Group] = []
         self._clip = _Clip(1.0, 1.0)
@@ -222,6 +224,7 @@ class StepComparison:
         weights = self._view.weights()
         self._weights = weights if self._keep_state else None
         stale, states = self._view.stale_ranks(weights), self._view.states()
+        self._after = states
         return [
             self._record(*known)
             for known in zip(self._placed, self._references, self._before, weights, states, stale, strict=True)
@@ -315,7 +318,7 @@ class StepComparison:
         record = UpdateRecord(
             step=self._steps,
             name=placed.name,
-            shape=tuple(placed.param.shape),
+            shape=placed.shape,
             half="muon" if placed.use_muon else "adamw",
             group=placed.group,
             cuts=self._view.cuts(placed),
@@ -346,8 +349,23 @@ class StepComparison:
             state_before=before.state,
             state_after=state,
             reference_state=references.same_dtype.state,
+            tensor=self._direction_of_tensor(placed, group),
         )
         return replace(record, diagnosis=self._diagnosis(evidence))
+
+    def _direction_of_tensor(self, placed: Placed, group: Group) -> Tensor | None:
+        """U of the whole parameter, as (rows, cols), where all of its several matrices are looked at; fp64."""
+        known = zip(self._placed, self._before, self._after, strict=True)
+        alike = [(p, b.engine_gradient, a["momentum_buffer"]) for p, b, a in known if p.param is placed.param]
+        if placed.piece is None or sum(math.prod(p.shape) for p, _, _ in alike) < placed.param.numel():
+            return None
+        tensor = torch.zeros(placed.param.shape, dtype=torch.float64, device=placed.param.device)
+        for other, gradient, momentum in alike:
+            if gradient is None or momentum is None:
+                return None
+            mu, m = group["momentum"], momentum.double()
+            other.put((1 - mu) * gradient.double() + mu * m if group["nesterov"] else m, tensor)
+        return tensor.view(-1, placed.param.shape[-1] if placed.param.ndim < 4 else placed.piece.cols)
 
     def _same_dtype(
         self,
@@ -410,7 +428,11 @@ def _worse_of_norm_and_elements(
 
 
 def _zeros(placed: Placed, dtype: torch.dtype) -> Tensor:
-    return torch.zeros_like(placed.param, dtype=dtype, requires_grad=False)
+    return torch.zeros(placed.shape, dtype=dtype, device=placed.param.device)
+
+
+def _add(placed: Placed, raw: _RawGradient, gradient: Tensor) -> None:
+    raw.add(placed.of(gradient))
 
 
 def _norm(tensors: list[Tensor]) -> float:

@@ -37,6 +37,7 @@ PADDING = "padding in the matrix"
 CLIPPED_UPDATE = "clipped update"
 SCALED_UPDATE = "wrong learning rate or scale"
 TRANSPOSED_SCALE = "scale of the transpose"
+UNSPLIT = "wrong split"
 WITHOUT_GRADIENT = "moved without a gradient"
 SIGN = "wrong sign"
 NESTEROV = "wrong blend of momentum and gradient"
@@ -65,7 +66,9 @@ class Evidence:
     """What is known of a parameter whose record is not right. Tensors are of its shape, in fp64 but for the states.
 
     ``expected`` is the change by the same-dtype reference, which comes nearest to what the engine should have done.
-    ``average`` is that of the raw gradients, ``averaged`` the engine's, ``gradient`` the latter, clipped for AdamW.
+    ``tensor`` is U of all of a tensor of several matrices, as (rows, cols); None if it is not known, or the parameter
+    is one matrix. ``average`` is that of the raw gradients, ``averaged`` the engine's, ``gradient`` the latter, clipped
+    for AdamW.
     """
 
     record: UpdateRecord
@@ -83,6 +86,7 @@ class Evidence:
     state_before: dict[str, Tensor | None]
     state_after: dict[str, Tensor | None]
     reference_state: dict[str, Tensor]
+    tensor: Tensor | None = None
 
 
 def diagnose(evidence: Evidence) -> str:
@@ -196,6 +200,8 @@ def _single_elements(evidence: Evidence) -> str | None:
 
 def _idle_rank(evidence: Evidence) -> int | None:
     """A rank whose piece did not change, though it should have."""
+    if evidence.placed.is_strip:
+        return None  # it has elements in every row
     start = 0
     for rank, numel in evidence.record.cuts:
         applied, expected = (t.reshape(-1)[start : start + numel] for t in (evidence.applied, evidence.expected))
@@ -234,7 +240,7 @@ def _muon_predictions(evidence: Evidence) -> Iterator[tuple[str, Tensor]]:
         f"{NESTEROV}: nesterov is {not group['nesterov']}": lambda: _result(other, evidence),
         f"{TRANSPOSE}: the result lies in memory as its transpose": lambda: right.mT.reshape(rows, cols),
     }
-    if evidence.record.straddles:
+    if evidence.record.straddles and not evidence.placed.is_strip:
         faults[f"{SLICE}: each holder orthogonalized its own"] = lambda: _of_slices(direction, evidence)
         for cut in _boundaries(evidence):
             for shift in _SHIFTS:
@@ -244,6 +250,11 @@ def _muon_predictions(evidence: Evidence) -> Iterator[tuple[str, Tensor]]:
     scale = -group["lr"] * muon_scale(evidence.rule.adjust_lr_fn, *_turned(direction, evidence).shape)
     for text, orthogonal in faults.items():
         yield text, decayed + scale * orthogonal()
+    if evidence.tensor is not None:
+        together = _result(evidence.tensor, evidence)
+        scale = -group["lr"] * muon_scale(evidence.rule.adjust_lr_fn, *_turned(together, evidence).shape)
+        part = evidence.placed.of(together.view(evidence.placed.param.shape))
+        yield f"{UNSPLIT}: the matrices of its tensor are orthogonalized as one", decayed + scale * part
 
 
 def _turned(matrix: Tensor, evidence: Evidence) -> Tensor:

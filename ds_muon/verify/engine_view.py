@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_muon.dtypes import DTYPES
-from ds_muon.layout import Layout
+from ds_muon.layout import Layout, Piece
 
 # NorMuon's state, which is not cut like a partition.
 ROW_VARIANCE = "row_variance"
@@ -30,9 +30,15 @@ class CannotVerify(Exception):
 
 @dataclass(frozen=True)
 class Placed:
-    """A parameter and where it lies: its param group, and its first element in the group's flat buffer.
+    """A matrix, or a tensor of AdamW's, and where it lies.
 
-    ``layout`` says what the rows of a matrix are: an own look at the module, for the optimizer's routing may be wrong.
+    Attributes:
+        name: of the parameter; with an index, where that has several matrices.
+        param: the parameter.
+        group: its param group.
+        offset: the parameter's first element in the group's flat buffer.
+        layout: what the rows of a matrix are.
+        piece: of the parameter, and the number of the ``strip`` in it. None for all of the parameter.
     """
 
     name: str
@@ -41,6 +47,37 @@ class Placed:
     offset: int
     use_muon: bool
     layout: Layout = "out_in"
+    piece: Piece | None = None
+    strip: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.param.shape) if self.piece is None else self.piece.shapes()[self.strip]
+
+    @property
+    def is_strip(self) -> bool:
+        """Whether other matrices lie between its elements."""
+        return self.piece is not None and bool(self.piece.strips)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """This matrix in a tensor of the parameter's shape: a copy, or the tensor itself if it is all of that."""
+        if self.piece is None:
+            return tensor
+        part = tensor.reshape(-1).narrow(0, self.piece.start, self.piece.numel).view(self.piece.rows, self.piece.cols)
+        if self.piece.strips:
+            part = self.piece.strips[self.strip].of(part, self.piece.axis)
+        return part.clone(memory_format=torch.contiguous_format)
+
+    def put(self, matrix: Tensor, tensor: Tensor) -> None:
+        """Write ``matrix`` to its place in a contiguous tensor of the parameter's shape."""
+        if self.piece is None:
+            tensor.copy_(matrix)
+            return
+        part = tensor.view(-1).narrow(0, self.piece.start, self.piece.numel).view(self.piece.rows, self.piece.cols)
+        if self.piece.strips:
+            self.piece.strips[self.strip].store(matrix, part, self.piece.axis)
+        else:
+            part.copy_(matrix)
 
 
 @dataclass(frozen=True)
@@ -67,10 +104,10 @@ class EngineView:
     Args:
         zero: ``engine.optimizer``.
         module: ``engine.module``.
-        names: the parameters to look at; all by default.
+        names: the matrices, and AdamW's tensors, to look at; all by default.
 
     Attributes:
-        placed: those parameters, in flat order.
+        placed: those, in flat order.
         shapes: how many Muon matrices of each shape there are, over all ranks.
 
     Raises:
@@ -92,17 +129,27 @@ class EngineView:
         self.world_size = dist.get_world_size(self.process_group)
         located = list(self._located(module))
         self.placed = [placed for placed in located if names is None or placed.name in names]
-        self.shapes = Counter(tuple(placed.param.shape) for placed in located if placed.use_muon)
-        self._owners = {m.name: m.owner for m in zero.plan.matrices} if self.is_dsmuon else {}
+        self.shapes = Counter(placed.shape for placed in located if placed.use_muon)
+        units = zero.plan.units if self.is_dsmuon else ()
+        self._owners = {matrix.name: unit.owner for unit in units for matrix in unit.matrices}
 
     def _located(self, module: nn.Module) -> Iterable[Placed]:
         zero = self.zero
+        pieces = zero.optimizer.routing.pieces() if self.is_dsmuon else {}
+        layouts = zero.optimizer.routing.layouts() if self.is_dsmuon else {}
         for group, (params, offsets) in enumerate(
             zip(zero.round_robin_bit16_groups, zero.round_robin_bit16_offsets, strict=True)
         ):
             for param, offset in zip(params, offsets, strict=True):
                 name, use_muon = zero.param_names[param], bool(zero.param_groups[group]["use_muon"])
-                yield Placed(name, param, group, offset, use_muon, _layout(module, name))
+                there = (param, group, offset, use_muon)
+                matrices = [(piece, i, m) for piece in pieces.get(name, ()) for i, m in enumerate(piece.names(name))]
+                if use_muon and (len(matrices) > 1 or param.ndim > 2):
+                    for piece, strip, matrix in matrices:
+                        yield Placed(matrix, *there, layouts[name], piece, strip)
+                else:
+                    # An own look at the module, for the optimizer's routing may be wrong.
+                    yield Placed(name, *there, _layout(module, name))
 
     # ---- settings -----------------------------------------------------------------------------------------------
 
@@ -165,8 +212,10 @@ class EngineView:
         return self._owners.get(placed.name)
 
     def cuts(self, placed: Placed) -> tuple[tuple[int, int], ...]:
-        """(rank, elements) of every piece, in flat order."""
-        size, start, end = self.zero.partition_size[placed.group], placed.offset, placed.offset + placed.param.numel()
+        """(rank, elements) of every part that ZeRO has cut it into, in flat order; of a strip those of its piece."""
+        first, numel = (0, placed.param.numel()) if placed.piece is None else (placed.piece.start, placed.piece.numel)
+        size, start = self.zero.partition_size[placed.group], placed.offset + first
+        end = start + numel
         return tuple(
             (rank, min(end, (rank + 1) * size) - max(start, rank * size))
             for rank in range(start // size, (end - 1) // size + 1)
@@ -175,7 +224,7 @@ class EngineView:
     # ---- whole tensors, from the pieces that ranks hold: collectives ----------------------------------------------
 
     def weights(self) -> list[Tensor]:
-        """The fp32 weights, each of its parameter's shape."""
+        """The fp32 weights."""
         flats = self.zero.single_partition_of_fp32_groups
         return self._whole([(placed, [flats[placed.group].detach()]) for placed in self.placed])
 
@@ -235,7 +284,7 @@ class EngineView:
         """For each parameter, the ranks whose model does not hold the fp32 weight rounded to its dtype."""
         stale = torch.tensor(
             [
-                not torch.equal(placed.param.detach(), weight.to(placed.param.dtype))
+                not torch.equal(placed.of(placed.param.detach()), weight.to(placed.param.dtype))
                 for placed, weight in zip(self.placed, weights, strict=True)
             ],
             dtype=torch.int32,
@@ -254,13 +303,13 @@ class EngineView:
         return [total.view(tensor.shape) for total, tensor in zip(sums, tensors, strict=True)]
 
     def _whole(self, partitions: Sequence[tuple[Placed, Sequence[Tensor]]]) -> list[Tensor]:
-        """Whole fp32 tensors of parameters, each given with this rank's flat partition as pieces in order.
+        """Whole fp32 matrices and tensors, each given with this rank's flat partition as pieces in order.
 
         Every element has one holder, and is zero elsewhere.
         """
         if not partitions:
             return []
-        return self.sum_over_ranks([self._own_part(placed, pieces) for placed, pieces in partitions])
+        return self.sum_over_ranks([placed.of(self._own_part(placed, pieces)) for placed, pieces in partitions])
 
     def _own_part(self, placed: Placed, pieces: Sequence[Tensor]) -> Tensor:
         part = torch.zeros(placed.param.shape, dtype=torch.float32, device=placed.param.device)

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from ds_muon.exchange import Transfer
 from ds_muon.guard import Findings, Verdict
+from ds_muon.layout import out_and_in
 from ds_muon.muon_group import MuonGroup, in_turns
 from ds_muon.orthogonalize import orthogonalize
 from ds_muon.passes import Where
-from ds_muon.plan.partition import GroupPlan, Matrix, Slice
+from ds_muon.plan.partition import GroupPlan, Matrix, Slice, Unit
 from ds_muon.update import advance_row_variance, update_scale
 from ds_muon.verify import diagnose
 from ds_muon.verify.engine_view import CannotVerify
@@ -142,9 +143,9 @@ def _momentum_twice(zero: Any, replace: _Replace) -> None:
 
 def _idle_moves(zero: Any, replace: _Replace) -> Callable[[], None]:
     """A matrix that has no gradient goes on by its momentum and decays. One of them has none after the first step."""
-    matrices = zero.plan.matrices
-    chosen = next((matrix for matrix in matrices if matrix.straddles), matrices[0])
-    (param,) = (param for param, name in zero.param_names.items() if name == chosen.name)
+    units = zero.plan.units
+    chosen = next((unit for unit in units if unit.straddles), units[0])
+    (param,) = (param for param, name in zero.param_names.items() if name == chosen.tensor)
     steps: list[int] = []
 
     def commit(original: Callable[..., None], gradients: list[Tensor], findings: Findings) -> None:
@@ -172,19 +173,22 @@ def _slice(zero: Any, replace: _Replace) -> None:
 
     def orthogonalize_slices(group: MuonGroup, plan: GroupPlan, begun: _Begun) -> None:
         partition, variance = begun.partition, begun.variance
-        for matrix, piece in plan.held(_rank(zero)):
-            if not matrix.straddles:
+        for unit, held in plan.held(_rank(zero)):
+            if not unit.straddles:
                 continue
-            alone = partition.new_zeros(matrix.rows * matrix.cols)
-            alone[piece.start : piece.start + piece.numel] = _piece(begun.u, piece)
-            (output,) = orthogonalize([alone.view(matrix.rows, matrix.cols)], zero.newton_schulz)
-            if group.row_variance is not None and variance is not None:
-                before, beta2 = group.row_variance.of(variance, matrix.name), zero.optimizer.config.beta2
-                _, factors = advance_row_variance(output[None], before[None], beta2=beta2, layout=matrix.layout)
-                output = output * factors[0]
-            scale = update_scale(zero.optimizer.config.adjust_lr_fn, *matrix.sides)
-            own = output.reshape(-1)[piece.start : piece.start + piece.numel]
-            _piece(partition, piece).copy_(own).mul_(scale)
+            alone = partition.new_zeros(unit.rows, unit.cols)
+            alone.view(-1)[held.start : held.start + held.numel] = _held(begun.u, held)
+            for matrix in unit.matrices:
+                (output,) = orthogonalize([matrix.of(alone)], zero.newton_schulz)
+                if group.row_variance is not None and variance is not None:
+                    before, beta2 = group.row_variance.of(variance, matrix.name), zero.optimizer.config.beta2
+                    _, factors = advance_row_variance(output[None], before[None], beta2=beta2, layout=matrix.layout)
+                    output = output * factors[0]
+                output = output * update_scale(zero.optimizer.config.adjust_lr_fn, *matrix.sides)
+                matrix.put(output, alone)
+                if matrix.strip is None:
+                    alone = output
+            _held(partition, held).copy_(alone.reshape(-1)[held.start : held.start + held.numel])
 
     _spoil_updates(zero, replace, orthogonalize_slices)
 
@@ -201,17 +205,17 @@ def _orthogonalized_twice(zero: Any, replace: _Replace) -> None:
 def _transposed(zero: Any, replace: _Replace) -> None:
     """The result of a tall matrix, which is iterated on as a wide one, is stored without turning it back."""
 
-    def is_tall(matrix: Matrix) -> bool:
-        return matrix.rows > matrix.cols and not matrix.straddles
+    def is_tall(unit: Unit) -> bool:
+        return unit.rows > unit.cols and not unit.straddles
 
-    if not any(is_tall(matrix) for matrix in zero.plan.matrices):
+    if not any(is_tall(unit) for unit in zero.plan.units):
         raise CannotVerify("no tall matrix lies whole on one rank")
 
     def transpose(group: MuonGroup, plan: GroupPlan, begun: _Begun) -> None:
-        for matrix, piece in plan.held(_rank(zero)):
-            if is_tall(matrix):
-                stored = _piece(begun.partition, piece)
-                stored.copy_(stored.view(matrix.rows, matrix.cols).mT.reshape(-1))
+        for unit, held in plan.held(_rank(zero)):
+            if is_tall(unit):
+                stored = _held(begun.partition, held)
+                stored.copy_(stored.view(unit.rows, unit.cols).mT.reshape(-1))
 
     _spoil_updates(zero, replace, transpose)
 
@@ -230,6 +234,35 @@ def _conv1d_scale(zero: Any, replace: _Replace) -> None:
         )
     for group in zero.muon_groups:
         replace("_scale", scale, group)
+
+
+def _unsplit(zero: Any, replace: _Replace) -> None:
+    """The matrices of a tensor are orthogonalized as one."""
+    of_tensors: dict[str, list[Unit]] = {}
+    for unit in zero.plan.units:
+        of_tensors.setdefault(unit.tensor, []).append(unit)
+    several = [
+        name
+        for name, units in of_tensors.items()
+        if sum(len(unit.matrices) for unit in units) > 1 and len({rank for u in units for rank in u.holders}) == 1
+    ]
+    if not several:
+        raise CannotVerify("no tensor of several matrices (experts, muon_blocks) lies whole on one rank")
+    if zero.optimizer.config.variant == "normuon":
+        raise CannotVerify("with NorMuon, rows are also evened out by moments that such a tensor does not have")
+
+    def together(group: MuonGroup, plan: GroupPlan, begun: _Begun) -> None:
+        for name in several:
+            held = [(unit, part) for unit, part in plan.held(_rank(zero)) if unit.tensor == name]
+            if held:
+                start, end = held[0][1].offset, held[-1][1].offset + held[-1][1].numel
+                u = begun.u[start:end].view(-1, held[0][0].cols)
+                (output,) = orthogonalize([u], zero.newton_schulz)
+                sides = out_and_in(*u.shape, held[0][0].matrices[0].layout)
+                scale = update_scale(zero.optimizer.config.adjust_lr_fn, *sides)
+                begun.partition[start:end].copy_(output.reshape(-1)).mul_(scale)
+
+    _spoil_updates(zero, replace, together)
 
 
 def _padding(zero: Any, replace: _Replace) -> None:
@@ -329,6 +362,7 @@ FAULTS: dict[str, Fault] = {
         Fault("weight-decay", "AdamW's weight decay on Muon's weights", diagnose.WEIGHT_DECAY, _weight_decay),
         Fault("idle-moves", "a matrix without a gradient moves", diagnose.WITHOUT_GRADIENT, _idle_moves, steps=2),
         Fault("conv1d-scale", "a Conv1D's scale is its transpose's", diagnose.TRANSPOSED_SCALE, _conv1d_scale),
+        Fault("unsplit", "a tensor's matrices are taken as one", diagnose.UNSPLIT, _unsplit),
     )
 }
 
@@ -373,12 +407,12 @@ def _spoil_updates(zero: Any, replace: _Replace, spoil: Callable[[MuonGroup, Gro
         replace("updates", updates, group)
 
 
-def _piece(partition: Tensor, piece: Slice) -> Tensor:
-    return partition.narrow(0, piece.offset, piece.numel)
+def _held(partition: Tensor, held: Slice) -> Tensor:
+    return partition.narrow(0, held.offset, held.numel)
 
 
 def _a_straddling_matrix(zero: Any) -> None:
-    if not any(matrix.straddles for matrix in zero.plan.matrices):
+    if not any(unit.straddles for unit in zero.plan.units):
         raise CannotVerify("no matrix straddles a partition boundary with this model and world size")
 
 

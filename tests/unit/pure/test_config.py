@@ -35,6 +35,8 @@ DEFAULTS = {
     "muon_params": (),
     "adamw_params": (),
     "no_decay_params": (),
+    "muon_blocks": (),
+    "per_head_muon": False,
     "nan_guard": "off",
     "grad_norm_skip_threshold": None,
     "clip_norm_scope": "adamw",
@@ -299,7 +301,6 @@ def test_an_unknown_key_without_a_near_match_lists_all_keys():
 @pytest.mark.parametrize(
     ("key", "hint"),
     [
-        ("per_head_muon", "not available"),
         ("param_order", "is gone"),
         ("max_grad_norm", "gradient_clipping"),
         ("adam_w_mode", "always decoupled AdamW"),

@@ -81,10 +81,10 @@ class Rank0:
 
     def __init__(self, shapes: list[tuple[int, int]], settings: NewtonSchulz, log: list[str], name: str = "") -> None:
         self.plan = group_plan(shapes, 2)
-        straddler = self.plan.matrices[-2]
+        straddler = self.plan.units[-2]
         assert straddler.straddles and straddler.owner == 0
-        assert [matrix.owner for matrix in self.plan.matrices] == [0] * (len(shapes) - 1) + [1]
-        names = [matrix.name for matrix in self.plan.matrices]
+        assert [matrix.owner for matrix in self.plan.units] == [0] * (len(shapes) - 1) + [1]
+        names = [matrix.name for matrix in self.plan.units]
         capture = NanCapture(0)
         self.group = MuonGroup(self.plan, names, 0, None, settings, adjust_lr_fn="none", beta2=None, capture=capture)
         generator = torch.Generator().manual_seed(0)
@@ -104,7 +104,7 @@ class Rank0:
         )[1]
 
     def updates(self) -> Iterator[None]:
-        return self.group.updates(self.partition, None, torch.ones(len(self.plan.matrices), dtype=torch.bool))
+        return self.group.updates(self.partition, None, torch.ones(len(self.plan.units), dtype=torch.bool))
 
     def assert_right(self) -> None:
         for (_, piece), output in zip(self.plan.held(0), self._expected, strict=True):

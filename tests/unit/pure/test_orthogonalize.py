@@ -362,8 +362,8 @@ def test_batches_keep_to_the_workspace_and_lose_no_matrix(
     m, n = sorted(shape)
     # The copies in fp32 and fp64; X before and after; and of (m, m), R and W, or five for Q as well.
     per_matrix = 12 * m * n + dtype.itemsize * (2 * m * n + (2 if m == n else 5) * m * m)
-    matrices = [torch.empty(shape if index % 2 else (7, 9), device="meta") for index in range(100)]
-    cut = list(package.batches(matrices, replace(NewtonSchulz.resolve(CPU), dtype=dtype)))
+    shapes = [shape if index % 2 else (7, 9) for index in range(100)]
+    cut = list(package.batches(shapes, torch.device("meta"), replace(NewtonSchulz.resolve(CPU), dtype=dtype)))
     assert sorted(index for batch in cut for index in batch) == list(range(100))
     odd = [batch for batch in cut if batch[0] % 2]
     assert all(index % 2 for batch in odd for index in batch)
@@ -374,6 +374,5 @@ def test_batches_keep_to_the_workspace_and_lose_no_matrix(
 
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), ("cpu", torch.float16), ("meta", torch.float32)])
 def test_on_cpu_and_in_fp32_every_matrix_is_a_batch_of_its_own(device: str, dtype: torch.dtype) -> None:
-    matrices = [torch.empty(8, 8, device=device)] * 3
-    cut = package.batches(matrices, replace(NewtonSchulz.resolve(CPU), dtype=dtype))
+    cut = package.batches([(8, 8)] * 3, torch.device(device), replace(NewtonSchulz.resolve(CPU), dtype=dtype))
     assert [list(batch) for batch in cut] == [[0], [1], [2]]

@@ -133,7 +133,7 @@ def test_layout_and_slices_are_those_of_zeros_own_code(
         assert layout.offsets == tuple(p.storage_offset() for p in bare.round_robin_bit16_groups[0])
         assert plan.partition_size == layout.partition_size == bare.partition_size[0]
 
-        used = {piece.rank for matrix in plan.matrices for piece in matrix.slices}
+        used = {piece.rank for matrix in plan.units for piece in matrix.slices}
         edges = {0, world_size - 1, *used, *(r + 1 for r in used), *(r - 1 for r in used)}
         for rank in sorted(edges & set(range(world_size)))[:40]:
             ours = {
@@ -176,7 +176,7 @@ def test_slices_tile_every_matrix_once_and_never_overlap(
     plan = plan_of(groups, world_size, parameter_alignment=parameter_alignment, round_robin=round_robin)
     for group in plan.groups:
         occupied: list[tuple[int, int]] = []
-        for matrix in group.matrices:
+        for matrix in group.units:
             assert matrix.holders == tuple(range(matrix.holders[0], matrix.holders[0] + len(matrix.slices)))
             assert matrix.straddles == (len(matrix.slices) > 1)
             end = 0
@@ -196,7 +196,7 @@ def test_every_matrix_of_every_group_is_in_the_plan_with_its_name_and_shape() ->
     groups = [[(4, 6), (7, 3)], [(5, 5)]]
     for round_robin in (False, True):
         plan = plan_of(groups, 2, round_robin=round_robin)
-        assert sorted((m.name, m.rows, m.cols) for m in plan.matrices) == [
+        assert sorted((m.name, m.rows, m.cols) for m in plan.units) == [
             ("g0.p0", 4, 6),
             ("g0.p1", 7, 3),
             ("g1.p0", 5, 5),
@@ -212,7 +212,7 @@ def test_cut_by_hand() -> None:
 def test_the_hard_cases_are_cut_where_zero_cuts_them() -> None:
     def slices(case: str) -> list[list[tuple[int, int]]]:
         world_size, shapes = HARD[case]
-        return [[(s.rank, s.numel) for s in m.slices] for m in plan_of([shapes], world_size).matrices]
+        return [[(s.rank, s.numel) for s in m.slices] for m in plan_of([shapes], world_size).units]
 
     assert slices("all_four_hold_a_piece") == [[(0, 576), (1, 576), (2, 576), (3, 576)]]
     # 2 * 3969 = 7938 elements, 2 more to divide by 4: the first rank gets one element of the second matrix.
@@ -254,9 +254,9 @@ def test_what_one_rank_sends_is_what_the_other_expects(
             assert len(outgoing[rank]) == len(incoming[rank]) == world_size
             assert outgoing[rank][rank] == ()
             assert group.owned_travellers(rank) == tuple(m for m in group.travellers if m.owner == rank)
-            assert group.held(rank) == tuple((m, s) for m in group.matrices for s in m.slices if s.rank == rank)
+            assert group.held(rank) == tuple((m, s) for m in group.units for s in m.slices if s.rank == rank)
     assert plan.moved_elements() == elements
-    for matrix in plan.matrices:
+    for matrix in plan.units:
         assert matrix.travels == any(piece.rank != matrix.owner for piece in matrix.slices)
         assert matrix.moved == all(piece.rank != matrix.owner for piece in matrix.slices)
 
@@ -277,7 +277,7 @@ def test_a_rank_with_padding_only_holds_and_owns_nothing() -> None:
 
 def test_one_rank_holds_and_owns_everything() -> None:
     plan = plan_of([[(48, 32), (32, 48)], [(5, 7)]], 1)
-    assert all(matrix.owner == 0 and not matrix.straddles for matrix in plan.matrices)
+    assert all(matrix.owner == 0 and not matrix.straddles for matrix in plan.units)
     assert plan.moved_elements() == 0
 
 
@@ -318,7 +318,7 @@ def test_owners_of_1000_matrices_on_4096_ranks_are_found_in_seconds(rates: Rates
     start = time.perf_counter()
     plan = plan_of([llama_3_8b() * 5], 4096, rates)
     assert time.perf_counter() - start < 5
-    assert len(plan.matrices) == 1120 and len(plan.loads) == 4096
+    assert len(plan.units) == 1120 and len(plan.loads) == 4096
 
 
 def test_a_balanced_model_stays_balanced() -> None:

@@ -21,10 +21,11 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton", allow_module_level=True)
 
 # Types of the arguments of each kernel, as they are at launch.
-_WHERE = {"where": "*i1", "bounds": "*i64", "of_block": "*i32"}
+_WHERE = {"where": "*i1", "bounds": "*i64", "of_block": "*i32", "table": "*i64", "labels": "*i32"}
 _MOMENTUM = {**_WHERE, "numel": "i64", "momentum": "fp32", "rest": "fp32"}
-# A scalar flag, and none.
-_SCALAR = dict.fromkeys(("bounds", "of_block"))
+# Matrices without strips, a scalar flag, and none.
+_WHOLE = dict.fromkeys(("table", "labels"))
+_SCALAR = dict.fromkeys(("bounds", "of_block", *_WHOLE))
 _NONE = dict.fromkeys(_WHERE)
 _STRIDES = ("batch_stride", "row_stride", "col_stride")
 _STORE = {"targets": "*i64", **dict.fromkeys(("tiles", "tile_cols", "rows", "cols", *_STRIDES), "i32"), "scale": "fp32"}
@@ -33,7 +34,7 @@ KERNELS: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
     f"advance_momentum-{dtype}-{'near' if near else 'far'}{'-nesterov' if nesterov else ''}": (
         "advance_momentum",
         {"gradient": "*fp32", "momentum_buffer": f"*{dtype}", **_MOMENTUM},
-        {"NEAR_GRADIENT": near, "NESTEROV": nesterov},
+        {"NEAR_GRADIENT": near, "NESTEROV": nesterov, **_WHOLE},
     )
     for dtype in ("fp32", "bf16")
     for near in (False, True)
@@ -44,7 +45,12 @@ KERNELS |= {
         "advance_momentum",
         {"gradient": "*fp32", "momentum_buffer": "*bf16", **_MOMENTUM},
         {"NEAR_GRADIENT": False, "NESTEROV": True, **_SCALAR},
-    )
+    ),
+    "advance_momentum-bf16-far-nesterov-strips": (
+        "advance_momentum",
+        {"gradient": "*fp32", "momentum_buffer": "*bf16", **_MOMENTUM},
+        {"NEAR_GRADIENT": False, "NESTEROV": True},
+    ),
 }
 KERNELS |= {
     f"apply_update{name}": (
@@ -55,7 +61,8 @@ KERNELS |= {
     for name, constants in {
         "": {"DECAYS": False, **_NONE},
         "-decays": {"DECAYS": True, **_NONE},
-        "-decays-where": {"DECAYS": True},
+        "-decays-where": {"DECAYS": True, **_WHOLE},
+        "-decays-strips": {"DECAYS": True},
     }.items()
 }
 KERNELS |= {
@@ -78,6 +85,7 @@ FEW = [
     ("advance_momentum-fp32-far", 90),
     ("advance_momentum-bf16-far-nesterov", 90),
     ("advance_momentum-bf16-far-nesterov-scalar", 80),
+    ("advance_momentum-bf16-far-nesterov-strips", 90),
     ("apply_update", 80),
     ("apply_update-decays-where", 90),
     ("store_updates-fp16-tall-columns", 80),

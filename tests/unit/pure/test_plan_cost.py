@@ -67,7 +67,7 @@ def test_every_number_follows_from_where_the_boundaries_fall(shapes: list, world
     layout = flat_layout([rows * cols for _, (rows, cols) in shapes], world_size)
     plan = make_plan([shapes], [layout], world_size, SETTINGS.cost)
     assert cost.loads == tuple(
-        sum(SETTINGS.cost(m.rows, m.cols) for m in plan.matrices if m.owner == rank) for rank in range(world_size)
+        sum(SETTINGS.cost(m.rows, m.cols) for m in plan.units if m.owner == rank) for rank in range(world_size)
     )
     assert cost.moved_bytes == 6 * plan.moved_elements() == cost.moved_bytes_by_holders
     assert cost.moved_bytes / world_size <= cost.busiest_bytes <= cost.moved_bytes
@@ -157,12 +157,12 @@ def engines_plan(model: str, world_size: int) -> Plan:
 def with_owner(plan: Plan, index: int, owner: int) -> Plan:
     """The plan of one group, with another owner of one matrix."""
     (group,) = plan.groups
-    matrices, loads = list(group.matrices), list(plan.loads)
+    matrices, loads = list(group.units), list(plan.loads)
     cost = SETTINGS.cost(matrices[index].rows, matrices[index].cols)
     loads[matrices[index].owner] -= cost
     loads[owner] += cost
     matrices[index] = replace(matrices[index], owner=owner)
-    return Plan((replace(group, matrices=tuple(matrices)),), tuple(loads))
+    return Plan((replace(group, units=tuple(matrices)),), tuple(loads))
 
 
 def seconds_after_the_best_move(plan: Plan) -> float:
@@ -170,7 +170,7 @@ def seconds_after_the_best_move(plan: Plan) -> float:
     times = [RATES.of_rank(load, 6 * moved) for load, moved in zip(plan.loads, plan.moved_by_rank(), strict=True)]
     slowest, idlest = max(times), sorted(range(len(times)), key=times.__getitem__)
     least = plan.seconds()
-    for index, matrix in enumerate(plan.matrices):
+    for index, matrix in enumerate(plan.units):
         # A step gets faster only if all ranks that take longest do: a move changes the times of two.
         touched = {rank for rank in (matrix.owner, *matrix.holders) if times[rank] >= slowest * (1 - 1e-9)}
         if not touched or sum(time >= slowest * (1 - 1e-9) for time in times) > 2:

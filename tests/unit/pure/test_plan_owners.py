@@ -22,7 +22,7 @@ def test_owners_are_holders_and_loads_are_what_they_own(
 ) -> None:
     plan = plan_of(groups, world_size, round_robin=round_robin)
     loads = [0.0] * world_size
-    for matrix in plan.matrices:
+    for matrix in plan.units:
         assert matrix.owner in matrix.holders
         loads[matrix.owner] += cost(matrix.rows, matrix.cols)
     assert plan.loads == pytest.approx(tuple(loads))
@@ -45,9 +45,9 @@ def test_the_most_loaded_rank_is_within_the_bound_of_greedy_assignment(
 ) -> None:
     plan = plan_of(groups, world_size)
     best = math.inf
-    for owners in itertools.product(*(matrix.holders for matrix in plan.matrices)):
+    for owners in itertools.product(*(matrix.holders for matrix in plan.units)):
         loads = [0] * world_size
-        for matrix, owner in zip(plan.matrices, owners, strict=True):
+        for matrix, owner in zip(plan.units, owners, strict=True):
             loads[owner] += cost(matrix.rows, matrix.cols)
         best = min(best, max(loads))
     # Azar, Naor and Rom (1995): the least loaded of the admissible machines, against the best assignment of all.
@@ -57,19 +57,19 @@ def test_the_most_loaded_rank_is_within_the_bound_of_greedy_assignment(
 def test_owners_spread_over_the_holders() -> None:
     # Each rank holds a slice of two neighbouring matrices; without a look at the loads one would own both.
     plan = plan_of([[(30, 30)] * 3], 4)
-    assert all(matrix.straddles for matrix in plan.matrices)
+    assert all(matrix.straddles for matrix in plan.units)
     assert max(plan.loads) == cost(30, 30)
     # A single matrix over all ranks goes to the first, all slices being equal; in doubt, to the largest slice.
-    assert plan_of([[(48, 48)]], 4).matrices[0].owner == 0
-    assert plan_of([[(63, 63), (63, 63)]], 2).matrices[1].owner == 1
+    assert plan_of([[(48, 48)]], 4).units[0].owner == 0
+    assert plan_of([[(63, 63), (63, 63)]], 2).units[1].owner == 1
 
 
 def test_loads_count_all_groups() -> None:
     # The second group's matrix is held by both ranks; the first group's work already lies with rank 0.
     plan = plan_of([[(20, 20), (2, 30)], [(10, 10)]], 2, round_robin=True)
     first, second = plan.groups
-    assert first.matrices[0].owner == 0 and second.matrices[0].straddles
-    assert second.matrices[0].owner == 1
+    assert first.units[0].owner == 0 and second.units[0].straddles
+    assert second.units[0].owner == 1
 
 
 # ---- owners that hold nothing ---------------------------------------------------------------------------------------
@@ -96,12 +96,12 @@ def test_no_step_is_slower_by_the_model_than_with_holders_as_owners(
     plan = plan_of(groups, world_size, rates, round_robin=round_robin)
     assert plan == plan_of(groups, world_size, rates, round_robin=round_robin)
     by_holders = plan_of(groups, world_size, round_robin=round_robin)
-    assert [(m.name, m.slices) for m in plan.matrices] == [(m.name, m.slices) for m in by_holders.matrices]
+    assert [(m.name, m.slices) for m in plan.units] == [(m.name, m.slices) for m in by_holders.units]
     assert plan == by_holders or plan.seconds(rates) < by_holders.seconds(rates) * (1 - rates.least_gain)
     # The model, from the plan alone: every matrix once, every slice away from its owner both ways.
     operations, moved, exchanged = [0] * world_size, [0] * world_size, 0
     for group in plan.groups:
-        for matrix in group.matrices:
+        for matrix in group.units:
             operations[matrix.owner] += cost(matrix.rows, matrix.cols)
         routes_of_group = routes(group)
         exchanged += bool(routes_of_group)
@@ -176,7 +176,7 @@ def test_a_whole_matrix_moves_where_that_pays_and_only_there() -> None:
     # Too slow a link; one that is fast enough for one matrix; too high a price; too little gain.
     assert plan_of([shapes], 2, Rates(1.0, 0.1)) == by_holders
     moved = plan_of([shapes], 2, Rates(1.0, 2.0, exchange_seconds=0.0))
-    assert sum(matrix.moved for matrix in moved.matrices) == 1
+    assert sum(matrix.moved for matrix in moved.units) == 1
     assert moved.loads == (3 * 4096, 3 * 4096)
     assert plan_of([shapes], 2, Rates(1.0, 2.0, exchange_seconds=4096.0)) == by_holders
     assert plan_of([shapes], 2, Rates(1.0, 2.0, exchange_seconds=0.0, least_gain=0.5)) == by_holders
@@ -184,8 +184,8 @@ def test_a_whole_matrix_moves_where_that_pays_and_only_there() -> None:
 
 def test_a_matrix_may_move_for_the_work_in_another_group() -> None:
     plan = plan_of([[(20, 20), (2, 30)], [(10, 10), (10, 10)]], 2, FREE)
-    assert plan.groups[1].matrices[0].owner == plan.groups[1].matrices[1].owner == 1
-    assert plan.groups[1].matrices[0].moved
+    assert plan.groups[1].units[0].owner == plan.groups[1].units[1].owner == 1
+    assert plan.groups[1].units[0].moved
 
 
 @pytest.mark.parametrize(

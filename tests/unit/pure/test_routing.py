@@ -321,8 +321,8 @@ def test_a_pattern_without_a_match_names_near_ones(key):
     [
         (raw(4), "matrices only"),
         (nn.Parameter(torch.tensor(1.0)), "matrices only"),
-        (raw(2, 3, 4), "3-D tensors are not available in this version"),
-        (raw(2, 3, 4, 5), "4-D tensors are not available in this version"),
+        (raw(2, 1, 4), "a side of 1"),
+        (raw(2, 3, 4, 5), "4-D tensors are neither matrices nor stacks"),
         (raw(1, 8), "a side of 1"),
         (raw(8, 1), "a side of 1"),
     ],
@@ -399,19 +399,19 @@ def test_the_summary_names_only_some_of_many_frozen_tensors():
     )
 
 
-def experts(count: int) -> nn.Module:
-    return Holder(body=linear(), wte=nn.Embedding(VOCAB, 64), experts=Holder(w1=raw(count, WIDTH, WIDTH)))
+def flat_experts(count: int) -> nn.Module:
+    return Holder(body=linear(), wte=nn.Embedding(VOCAB, 64), experts=Holder(w1=raw(count * WIDTH, WIDTH)))
 
 
 def test_a_model_that_muon_hardly_trains_is_warned_about_with_names_and_what_to_do():
-    (warning,) = route(experts(3)).warnings()
+    (warning,) = route(flat_experts(3)).warnings()
     assert warning.startswith("only 25.0 % of the elements in matrices and stacks")
-    assert "AdamW has the other 192, such as experts.w1 (3 x 8 x 8, stack of experts)." in warning
-    assert '"adam_lr"' in warning and "use AdamW" in warning
+    assert "AdamW has the other 192, such as experts.w1 (24 x 8, experts in one matrix)." in warning
+    assert all(f'"{key}"' in warning for key in ("muon_params", "muon_blocks", "adam_lr"))
 
 
 def test_half_of_the_matrices_is_enough_whatever_the_embeddings_and_convolutions():
-    assert route(experts(1)).warnings() == []
+    assert route(flat_experts(1)).warnings() == []
     assert route(Holder(body=linear(), conv=nn.Conv2d(64, 64, 3), positions=raw(1, 99, 64))).warnings() == []
 
 

@@ -264,8 +264,10 @@ def test_a_parameter_marked_as_without_weight_decay_is_no_matrix():
 
 
 @pytest.mark.parametrize("path", ["mlp.experts.gate_up_proj", "experts.w1.weight"])
-def test_a_stack_of_experts_stays_with_adamw(path):
-    assert decision(raw(4, 6, 8), path) == ("adamw", "stack of experts")
+def test_a_stack_of_experts_goes_to_muon_unless_its_members_have_a_side_of_1(path):
+    assert decision(raw(4, 6, 8), path) == ("muon", "stack of experts")
+    assert decision(raw(4, 1, 8), path) == ("adamw", "a side of 1")
+    assert decision(raw(2, 4, 6, 8), path) == ("adamw", "4-D tensor")
 
 
 @pytest.mark.parametrize(

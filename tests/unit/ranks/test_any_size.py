@@ -4,10 +4,12 @@ not."""
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -199,6 +201,40 @@ def test_weights_that_differ_after_loading_are_an_error_on_every_rank(tmp_path: 
         assert "'frozen.bias' has other values on rank 2 than on rank 0" in said[1]
         assert "'square.weight' is not what its fp32 weights are in bfloat16" in said[2]
         assert "'square.weight' has other values on rank 1 than on rank 0" in said[3]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("then", "now"), [(8, 2), (2, 8)])
+def test_a_run_goes_on_from_eight_ranks_and_to_eight(
+    saved: Callable[..., tuple[str, list[Any]]], then: int, now: int
+) -> None:
+    case = ("normuon", "bfloat16", "float32", 2, "plain")
+    folder, (before, after, _) = saved(then, 1, *case)
+    for loaded, went_on, _ in run_ranks(
+        now, functools.partial(run, load=True), settings(*case), 1, folder, timeout=300
+    ):
+        assert_same([loaded, went_on], [before, after])
+
+
+def load_slowly(folder: str) -> list[list[str]]:
+    """What is said of a load that takes a second for each time that is asked for, and of a usual one."""
+    engine, said = start_groups(SHAPES, ds_config()), []
+    engine.save_checkpoint(folder)
+    for clock in (itertools.count(), None):
+        lines: list[str] = []
+        with mock.patch("ds_muon.progress.say", lines.append):
+            if clock is None:
+                engine.load_checkpoint(folder)
+            else:
+                with mock.patch("ds_muon.progress.time", SimpleNamespace(monotonic=lambda of=clock: next(of))):
+                    engine.load_checkpoint(folder)
+        said.append(lines)
+    return said
+
+
+def test_a_long_load_says_now_and_then_how_far_it_is(tmp_path: Path) -> None:
+    (long, usual), *_ = run_ranks(1, load_slowly, str(tmp_path))
+    assert [line.rpartition(" in ")[2] for line in long] == ["5 s"] and not usual
 
 
 # ---- parameters of every kind ---------------------------------------------------------------------------------------

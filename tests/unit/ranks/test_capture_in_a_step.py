@@ -53,7 +53,7 @@ def captured_step(config: dict[str, Any], env: dict[str, str], overwrite: bool =
     # Nesterov's blend, from zero momentum: (1 - m) G + m (1 - m) G.
     torch.distributed.all_reduce(gradients[0])
     blend = gradients[0] / torch.distributed.get_world_size() * (0.05 + 0.95 * 0.05)
-    owner = next(m.owner for m in engine.optimizer.plan.matrices if m.name == "p0")
+    owner = next(m.owner for m in engine.optimizer.plan.units if m.name == "p0")
     torch.distributed.barrier()
     return {"raised": raised, "skipped": engine.skipped_steps, "blend": blend.cpu(), "owner": owner}
 

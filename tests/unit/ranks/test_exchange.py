@@ -40,7 +40,7 @@ def flat_values(plan: GroupPlan, dtype: torch.dtype, seed: int) -> Tensor:
     """The whole flat buffer, the same on every rank: NaN wherever no matrix lies."""
     flat = torch.full((plan.world_size * plan.partition_size,), math.nan)
     generator = torch.Generator().manual_seed(seed)
-    for matrix in plan.matrices:
+    for matrix in plan.units:
         for piece in matrix.slices:
             values = torch.randn(piece.numel, generator=generator)
             flat[piece.rank * plan.partition_size + piece.offset :][: piece.numel] = values
@@ -49,8 +49,8 @@ def flat_values(plan: GroupPlan, dtype: torch.dtype, seed: int) -> Tensor:
 
 def wholes(plan: GroupPlan, flat: Tensor) -> dict[str, Tensor]:
     """Every matrix, read off the whole flat buffer."""
-    first = {m.name: m.slices[0].rank * plan.partition_size + m.slices[0].offset for m in plan.matrices}
-    return {m.name: flat[first[m.name] :][: m.rows * m.cols].view(m.rows, m.cols) for m in plan.matrices}
+    first = {m.name: m.slices[0].rank * plan.partition_size + m.slices[0].offset for m in plan.units}
+    return {m.name: flat[first[m.name] :][: m.rows * m.cols].view(m.rows, m.cols) for m in plan.units}
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ def test_an_owner_may_hold_nothing_of_a_matrix(case: str, world_size: int, turn:
     plan = group_plan(CASES[case], world_size, turn=turn)
     assert calls == [2 if plan.travellers else 0] * world_size
     if case == "nothing_straddles":
-        assert all(matrix.moved for matrix in plan.matrices) == (turn < world_size)
+        assert all(matrix.moved for matrix in plan.units) == (turn < world_size)
 
 
 @pytest.mark.parametrize("returned", DTYPES)

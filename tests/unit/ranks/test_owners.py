@@ -55,7 +55,7 @@ def captured_owned(how: str, config: dict[str, Any], env: dict[str, str]) -> dic
     torch.distributed.all_reduce(gradients[index])
     # Nesterov's blend, from zero momentum: (1 - m) G + m (1 - m) G.
     blend = gradients[index] / torch.distributed.get_world_size() * (0.05 + 0.95 * 0.05)
-    (matrix,) = [m for m in engine.optimizer.plan.matrices if m.name == f"p{index}"]
+    (matrix,) = [m for m in engine.optimizer.plan.units if m.name == f"p{index}"]
     torch.distributed.barrier()
     return {"skipped": engine.skipped_steps, "blend": blend.cpu(), "matrix": matrix}
 

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from ds_muon import muon_update, passes
-from ds_muon.passes import Segments, Where, torch_passes
+from ds_muon.layout import Piece
+from ds_muon.passes import Held, Segments, Where, torch_passes
 from tests.unit.support.cases import in_turns, pairwise, some
 from tests.unit.support.interpreter import may_interpret
 from tests.unit.support.models import ds_config
@@ -159,11 +160,18 @@ SHORT: dict[str, tuple[list[int], int]] = {
 CUTS = SHORT | {"long": ([5, 70_000, 140_000], 200_000), "aligned": ([0, 65_536, 131_072], 196_608)}
 
 
+def segments_of(starts: list[int], numel: int) -> Segments:
+    """A matrix of one row from each start to the next."""
+    ends = [*starts[1:], numel][: len(starts)]
+    held = [Held(Piece((), 0, 1, end - start), 0, start, end - start) for start, end in zip(starts, ends, strict=True)]
+    return Segments.of(held, numel, DEVICE)
+
+
 def cut(name: str, pattern: int) -> Where:
     """Segments, of which every second does not move: the first one, or the second."""
     starts, numel = CUTS[name]
     flags = [bool((index + pattern) % 2) for index in range(len(starts))]
-    return Where(Segments.of(starts, numel, DEVICE), torch.tensor(flags, dtype=torch.bool, device=DEVICE))
+    return Where(segments_of(starts, numel), torch.tensor(flags, dtype=torch.bool, device=DEVICE))
 
 
 @pytest.mark.parametrize("name", SHORT)
@@ -195,9 +203,9 @@ def test_every_segment_moves_or_stays_by_its_own_flag(
 
 
 def test_there_is_a_flag_for_each_segment() -> None:
-    segments = Segments.of([0, 5], 9, DEVICE)
+    segments = segments_of([0, 5], 9)
     for count in (1, 3):
-        with pytest.raises(ValueError, match="2 segments need as many flags"):
+        with pytest.raises(ValueError, match="2 matrices need as many flags"):
             Where(segments, torch.ones(count, dtype=torch.bool, device=DEVICE))
 
 
@@ -317,7 +325,7 @@ def test_squares_are_summed_to_fp64_precision(numel: int) -> None:
 @pytest.mark.parametrize("name", CUTS)
 def test_squares_of_each_segment_are_summed_alone(name: str) -> None:
     starts, numel = CUTS[name]
-    x, segments = numbers(numel), Segments.of(starts, numel, DEVICE)
+    x, segments = numbers(numel), segments_of(starts, numel)
     if len(starts) > 1:
         x[starts[1] : [*starts, numel][2]] = 0
     pieces = torch.split(x, segments.sizes) if starts else ()
@@ -339,7 +347,7 @@ def test_squares_of_each_segment_are_summed_alone(name: str) -> None:
 def test_the_least_number_counts() -> None:
     x = torch.zeros(3000, device=DEVICE)
     x[1700] = 1e-45
-    segments = Segments.of([0, 1024], 3000, DEVICE)
+    segments = segments_of([0, 1024], 3000)
     for module in (torch_passes, triton_passes):
         assert module.sum_of_squares(x, segments).ne(0).tolist() == [False, True]
 
@@ -385,7 +393,7 @@ def test_elements_beyond_2_to_the_31_are_reached() -> None:
     x[-tail:] = numbers(tail)
     u_end, m_end = x[-tail:].clone(), m[-tail:].clone()
     square = float(u_end.double().square().sum())
-    where = Where(Segments.of([0, numel - tail], numel, DEVICE), torch.tensor([False, True], device=DEVICE))
+    where = Where(segments_of([0, numel - tail], numel), torch.tensor([False, True], device=DEVICE))
     assert float(triton_passes.sum_of_squares(x)) == pytest.approx(square, rel=1e-14)
     assert triton_passes.sum_of_squares(x, where.segments).tolist() == pytest.approx([0, square], rel=1e-14, abs=0)
     triton_passes.advance_momentum_(x, m, momentum=0.95, nesterov=True, where=where)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from torch import Tensor
+import torch
 
 from ds_muon.orthogonalize import NewtonSchulz
 
@@ -12,9 +12,11 @@ from ds_muon.orthogonalize import NewtonSchulz
 def cut_into(size: int) -> Callable[..., Iterator[Sequence[int]]]:
     """In place of ``batches``: up to ``size`` matrices of a shape at a time, as on a GPU."""
 
-    def batches(matrices: Sequence[Tensor], _: NewtonSchulz) -> Iterator[Sequence[int]]:
-        for shape in dict.fromkeys(matrix.shape for matrix in matrices):
-            indices = [index for index, matrix in enumerate(matrices) if matrix.shape == shape]
+    def batches(
+        shapes: Sequence[tuple[int, int]], device: torch.device, settings: NewtonSchulz
+    ) -> Iterator[Sequence[int]]:
+        for shape in dict.fromkeys(shapes):
+            indices = [index for index, other in enumerate(shapes) if other == shape]
             yield from (indices[start : start + size] for start in range(0, len(indices), size))
 
     return batches

@@ -20,7 +20,7 @@ def plan_with(turn: int, *args: Any, **kwargs: Any) -> Plan:
     plan = make_plan(*args, **kwargs)
     ranks = len(plan.loads)
     groups = (
-        replace(group, matrices=tuple(replace(m, owner=(m.owner + turn) % ranks) for m in group.matrices))
+        replace(group, units=tuple(replace(m, owner=(m.owner + turn) % ranks) for m in group.units))
         for group in plan.groups
     )
     return replace(plan, groups=tuple(groups))

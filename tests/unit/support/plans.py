@@ -17,4 +17,4 @@ def group_plan(shapes: list[Shape], world_size: int, *, turn: int = 0, **options
     layout = flat_layout([math.prod(shape) for shape in shapes], world_size, **options)
     named = [(f"p{i}", shape) for i, shape in enumerate(shapes)]
     plan = make_plan([named], [layout], world_size, lambda rows, cols: rows * cols).groups[0]
-    return replace(plan, matrices=tuple(replace(m, owner=(m.owner + turn) % world_size) for m in plan.matrices))
+    return replace(plan, units=tuple(replace(m, owner=(m.owner + turn) % world_size) for m in plan.units))

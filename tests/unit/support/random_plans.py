@@ -34,7 +34,7 @@ def plan_of(groups: list[list[Shape]], world_size: int, rates: Rates | None = No
 def routes(group: GroupPlan) -> dict[tuple[int, int], list[tuple[str, int, int]]]:
     """(sender, receiver) -> the slices that a plan of all ranks would move to owners, from the slices alone."""
     moved: dict[tuple[int, int], list[tuple[str, int, int]]] = {}
-    for matrix in group.matrices:
+    for matrix in group.units:
         for piece in matrix.slices:
             if piece.rank != matrix.owner:
                 moved.setdefault((piece.rank, matrix.owner), []).append((matrix.name, piece.start, piece.numel))
