@@ -23,7 +23,7 @@ _KINDS: dict[str, Kind] = {
     **dict.fromkeys(("q_proj", "query", "query_proj", "wq", "q", "q_lin", "to_q", "q_proj_weight", "q_attn"), "q"),
     **dict.fromkeys(("k_proj", "key", "key_proj", "wk", "k", "k_lin", "to_k", "k_proj_weight"), "k"),
     **dict.fromkeys(("v_proj", "value", "value_proj", "wv", "v", "v_lin", "to_v", "v_proj_weight"), "v"),
-    **dict.fromkeys(("o_proj", "out_proj", "wo", "o", "out_lin", "dense", "c_proj"), "o"),
+    **dict.fromkeys(("o_proj", "out_proj", "wo", "Wo", "o", "out_lin", "dense", "c_proj"), "o"),
     # DeepSeek's latent attention: the projections up from the latents. Those down to them have no heads.
     "q_b_proj": "q_b",
     "kv_b_proj": "kv_b",
@@ -109,10 +109,12 @@ class Attentions:
             holder = self._modules.get(path)
         if holder is None:
             return None
-        names = [cls.__name__ for cls in type(holder).__mro__]
-        if any(_FUSED.get(each) == own for each in names):
+        classes = type(holder).__mro__
+        # Another class of the same name may have them in any order.
+        checked = [each.__name__ for each in classes if each.__module__.partition(".")[0] in ("torch", "transformers")]
+        if any(_FUSED.get(each) == own for each in checked):
             return holder, "fused"
-        if own in _KINDS and any(map(_ATTENTION_CLASS.search, names)):
+        if own in _KINDS and any(_ATTENTION_CLASS.search(each.__name__) for each in classes):
             return holder, _KINDS[own]
         return None
 

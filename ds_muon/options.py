@@ -5,18 +5,40 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ds_muon.extras import how_to_install
-from ds_muon.files import check_writable
+from ds_muon.files import check_writable, keep, write_text
+from ds_muon.text import json_text
 
 
 def add_outputs(parser: argparse.ArgumentParser, picture: str) -> None:
     """Files to write, refused before anything is measured."""
     parser.add_argument("--json", type=writable, metavar="FILE", help="write every number there")
     parser.add_argument("--chart", type=chart, metavar="FILE", help=picture)
+
+
+def write_outputs(options: argparse.Namespace, numbers: object, draw: Callable[[Path], object] | None) -> bool:
+    """Write those of ``add_outputs`` that were asked for, and tell where they are; see ``files.keep``.
+
+    Args:
+        options: as parsed.
+        numbers: for ``json_text``.
+        draw: writes the picture; None if there is nothing to draw.
+
+    Returns:
+        Whether all of them are there.
+    """
+    kept = []
+    if options.json is not None:
+        text = json_text(numbers, indent=1) + "\n"
+        kept.append(keep("numbers", options.json, lambda: write_text(options.json, text)))
+    if options.chart is not None and draw is not None:
+        kept.append(keep("chart", options.chart, lambda: draw(options.chart)))
+    return all(kept)
 
 
 def writable(text: str) -> Path:

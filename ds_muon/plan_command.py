@@ -10,12 +10,10 @@ from importlib.util import find_spec
 from ds_muon import plan_cost
 from ds_muon.bench.chart import draw_costs
 from ds_muon.extras import how_to_install
-from ds_muon.files import keep, write_text
-from ds_muon.options import add_outputs, positive, rate
+from ds_muon.options import add_outputs, positive, rate, write_outputs
 from ds_muon.orthogonalize import BACKENDS
 from ds_muon.plan.owners import RATES, Rates
 from ds_muon.say import tell
-from ds_muon.text import json_text
 from ds_muon.verify.outcome import COULD_NOT_RUN
 
 
@@ -71,10 +69,5 @@ def run(options: argparse.Namespace) -> int:
             f"({options.tflops:g} TFLOP/s and {options.link:g} GB/s per rank), {backend} backend\n"
         )
         tell(f"{plan_cost.table(costs[model])}\n")
-    kept = []
-    if options.json is not None:
-        text = json_text(costs, indent=1) + "\n"
-        kept.append(keep("numbers", options.json, lambda: write_text(options.json, text)))
-    if options.chart is not None:
-        kept.append(keep("chart", options.chart, lambda: draw_costs(options.chart, costs, options.tflops)))
-    return 0 if all(kept) else COULD_NOT_RUN
+    written = write_outputs(options, costs, lambda path: draw_costs(path, costs, options.tflops))
+    return 0 if written else COULD_NOT_RUN

@@ -48,25 +48,20 @@ def default_settings() -> NewtonSchulz:
     return NewtonSchulz.resolve(torch.device("cpu"), ns_dtype="float16")
 
 
+def _stacked(layers: int, **block: tuple[int, int]) -> Shapes:
+    return [(f"{layer}.{name}", shape) for layer in range(layers) for name, shape in block.items()]
+
+
 def gpt(layers: int, width: int) -> Shapes:
     """A GPT with separate q, k, v, o and a 4 x MLP."""
     square, up, down = (width, width), (4 * width, width), (width, 4 * width)
-    block = {"q": square, "k": square, "v": square, "o": square, "up": up, "down": down}
-    return [(f"{layer}.{name}", shape) for layer in range(layers) for name, shape in block.items()]
+    return _stacked(layers, q=square, k=square, v=square, o=square, up=up, down=down)
 
 
 def llama(layers: int, width: int, kv: int, hidden: int) -> Shapes:
     """A Llama: grouped-query attention with ``kv`` rows of keys and of values, a gated MLP of ``hidden``."""
-    block = {
-        "q": (width, width),
-        "k": (kv, width),
-        "v": (kv, width),
-        "o": (width, width),
-        "gate": (hidden, width),
-        "up": (hidden, width),
-        "down": (width, hidden),
-    }
-    return [(f"{layer}.{name}", shape) for layer in range(layers) for name, shape in block.items()]
+    square, grouped, up, down = (width, width), (kv, width), (hidden, width), (width, hidden)
+    return _stacked(layers, q=square, k=grouped, v=grouped, o=square, gate=up, up=up, down=down)
 
 
 GPTS = {"gpt-124m": (12, 768), "gpt-303m": (24, 1024), "gpt-1.2b": (24, 2048), "gpt-3b": (32, 2560)}

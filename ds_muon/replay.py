@@ -254,10 +254,10 @@ def _attempt(
 
 def _judged(attempt: Attempt, matrices: Sequence[Tensor], settings: NewtonSchulz, reference: _Reference) -> Attempt:
     steps = len(settings.triples)
-    output = _worst(orthogonalize(matrices, settings), reference.after(steps))
+    error, output = _worst(orthogonalize(matrices, settings), reference.after(steps))
     attempt = replace(
         attempt,
-        error=_distance(output.double(), reference.after(steps)),
+        error=error,
         allowed=AGAINST_FP64[settings.dtype] + _ROUNDINGS * reference.rounding(settings.dtype),
         orthogonality=orthogonality_error(output),
     )
@@ -269,18 +269,16 @@ def _first_bad(
 ) -> int | None:
     for steps in range(1, len(settings.triples) + 1):
         outputs = orthogonalize(matrices, replace(settings, triples=settings.triples[:steps]))
-        output = _worst(outputs, reference.after(steps))
-        if not _distance(output.double(), reference.after(steps)) <= attempt.allowed:
+        error, _ = _worst(outputs, reference.after(steps))
+        if not error <= attempt.allowed:
             return steps
     return None  # this time it was right
 
 
-def _worst(outputs: Sequence[Tensor], expected: Tensor) -> Tensor:
-    """Of the copies in a batch the one that is farthest off; one that is not finite is the farthest."""
-    distances = torch.tensor(
-        [_distance(output.double(), expected) for output in outputs], dtype=torch.float64, device="cpu"
-    )
-    return outputs[int(distances.nan_to_num(nan=math.inf).argmax())]
+def _worst(outputs: Sequence[Tensor], expected: Tensor) -> tuple[float, Tensor]:
+    """Of the copies in a batch the one that is farthest off, and how far; one that is not finite is the farthest."""
+    distances = [(_distance(output.double(), expected), output) for output in outputs]
+    return max(distances, key=lambda found: math.inf if math.isnan(found[0]) else found[0])
 
 
 def orthogonality_error(matrix: Tensor) -> float:

@@ -167,9 +167,9 @@ class Routing:
             )
         if guessed := [route for route in self.of_half("muon") if route.guessed]:
             lines.append(
-                f"nothing tells how {_count(guessed, 'stack', 'stacks')} are stored, such as {_some(guessed)}: taken "
-                'as (members, out, in). Set "layout" for them in "muon_blocks", to "in_out" if their module multiplies '
-                'by (members, in, out), else to "out_in"'
+                f"nothing says how {_count(guessed, 'stack', 'stacks')} are stored, such as {_some(guessed)}: taken "
+                'as (members, out, in). Set "layout" for them in "muon_blocks": "in_out" if their module multiplies by '
+                '(members, in, out), else "out_in"'
             )
         return lines
 

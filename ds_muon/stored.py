@@ -10,6 +10,7 @@ from ds_muon.roles import NamedTensor, is_conv1d, is_linear
 # Classes of transformers that hold stacks of experts and do not say themselves how they store them, as those with
 # ``is_transposed`` do. Read from their forward, and checked against it in tests/unit/pure/test_stored.py.
 _STACKS: dict[str, Layout] = {
+    "InklingSharedExperts": "out_in",
     "JetMoeParallelExperts": "out_in",
     "Llama4TextExperts": "in_out",
     "LongcatFlashExperts": "out_in",

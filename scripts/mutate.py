@@ -49,7 +49,7 @@ EXCHANGE = "ranks/test_exchange.py ranks/test_any_cut.py"
 IDLE = "ranks/test_without_gradient.py"
 PASSES = "ranks/test_passes.py pure/test_update.py"
 ITERATION = "pure/test_newton_schulz.py pure/test_orthogonalize.py"
-RATES = "pure/test_learning_rates.py ranks/test_rates_in_engines.py"
+RATES = "pure/test_learning_rates.py pure/test_far_off_rates.py ranks/test_rates_in_engines.py"
 ROUTING = "pure/test_routing.py pure/test_routing_heads.py"
 
 FAULTS = (

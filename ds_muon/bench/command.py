@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from types import ModuleType
 
 from ds_muon.bench import newton_schulz, step
 from ds_muon.options import add_outputs, json_object, positive, shape
@@ -12,12 +13,14 @@ from ds_muon.orthogonalize import BACKENDS
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Those of both subjects."""
     subjects = parser.add_subparsers(required=True, metavar="SUBJECT")
-    parser = subjects.add_parser(
-        "newton-schulz",
-        help="our backends beside every peer that is installed",
-        description=newton_schulz.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+
+    def subject(name: str, module: ModuleType, summary: str) -> argparse.ArgumentParser:
+        as_it_is = argparse.RawDescriptionHelpFormatter
+        parser = subjects.add_parser(name, help=summary, description=module.__doc__, formatter_class=as_it_is)
+        parser.set_defaults(run=module.run)
+        return parser
+
+    parser = subject("newton-schulz", newton_schulz, "our backends beside every peer that is installed")
     parser.add_argument(
         "--shapes", type=shape, nargs="+", metavar="BxRxC", help="batch x rows x cols, such as 24x1024x4096"
     )
@@ -25,13 +28,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=positive, default=15, metavar="N", help="timings of each (default: 15)")
     parser.add_argument("--candidates", nargs="+", metavar="PART", help="only those with one of these in their name")
     add_outputs(parser, "draw a bar chart there (.png)")
-    parser.set_defaults(run=_bench_newton_schulz)
-    parser = subjects.add_parser(
-        "step",
-        help="whole iterations beside AdamW and DeepSpeed's own Muon",
-        description=step.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+
+    parser = subject("step", step, "whole iterations beside AdamW and DeepSpeed's own Muon")
     parser.add_argument(
         "--model", choices=step.MODELS, help="a GPT of about so many parameters (default: 303m; on CPU: tiny)"
     )
@@ -64,27 +62,3 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--together", choices=("auto", "yes", "no"), default="auto", help="all engines at once (default: if they fit)"
     )
     add_outputs(parser, "draw a bar chart there (.png)")
-    parser.set_defaults(run=_bench_step)
-
-
-def _bench_newton_schulz(options: argparse.Namespace) -> int:
-    return newton_schulz.run(
-        options.shapes, options.dtype, options.rounds, options.candidates, options.json, options.chart
-    )
-
-
-def _bench_step(options: argparse.Namespace) -> int:
-    return step.run(
-        model=options.model,
-        world_size=options.world_size,
-        stage=options.stage,
-        micro_batch=options.micro_batch,
-        sequence=options.sequence,
-        rounds=options.rounds,
-        candidates=options.candidates,
-        ns_backends=options.ns_backend,
-        params=options.params,
-        together=options.together,
-        json_file=options.json,
-        chart=options.chart,
-    )

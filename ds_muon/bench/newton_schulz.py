@@ -13,6 +13,7 @@ what torch.stack alone takes, behind the matmul in the same rounds, stands besid
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
 import sys
@@ -28,7 +29,7 @@ from torch import Tensor
 from ds_muon.bench.chart import draw_bars
 from ds_muon.bench.clock import YARDSTICK, Yardstick, milliseconds
 from ds_muon.bench.peers import PEERS, Orthogonalize, Stacked, stack
-from ds_muon.files import keep, write_text
+from ds_muon.options import write_outputs
 from ds_muon.orthogonalize import (
     BACKENDS,
     NewtonSchulz,
@@ -38,7 +39,7 @@ from ds_muon.orthogonalize import (
     reference_newton_schulz,
 )
 from ds_muon.say import tell
-from ds_muon.text import columns, json_text
+from ds_muon.text import columns
 
 GPU_SHAPES = (
     (24, 1024, 1024),
@@ -235,15 +236,9 @@ def _first(output: Any) -> Tensor:
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
-def run(
-    shapes: Sequence[tuple[int, int, int]] | None,
-    dtype: str,
-    rounds: int,
-    only: Sequence[str] | None,
-    json_file: Path | None,
-    chart: Path | None,
-) -> int:
+def run(options: argparse.Namespace) -> int:
     """Measure, print each row as it is done, and write the files that were asked for. Returns the exit code."""
+    only, dtype, rounds = options.candidates, options.dtype, options.rounds
     names = [*(f"ds_muon {backend}" for backend in BACKENDS), "torch, one by one", *PEERS]
     if only is not None and not any(part in name for part in only for name in names):
         tell(f"ds-muon: --candidates {' '.join(only)}: no part of any of {names}", to=sys.stderr)
@@ -254,25 +249,20 @@ def run(
     side, kind = YARDSTICK[device.type]
     tell(f"{name}, torch {torch.__version__}; ours in {dtype}; medians of {rounds} rounds")
     tell(f'"x floor": time over that of the operations left to do, at the rate of a {side}^3 {kind} matmul\n')
+    shapes = options.shapes or (GPU_SHAPES if device.type == "cuda" else CPU_SHAPES)
     done = []
-    for row in measure(shapes or (GPU_SHAPES if device.type == "cuda" else CPU_SHAPES), device, dtype, rounds, only):
+    for row in measure(shapes, device, dtype, rounds, only):
         done.append(row)
         tell("\n".join(_lines(row)))
-    kept = []
-    if json_file is not None:
-        settings = {"device": name, "torch": torch.__version__, "dtype": dtype, "rounds": rounds}
-        text = json_text({**settings, "rows": [_as_json(row) for row in done]}, indent=1) + "\n"
-        kept.append(keep("numbers", json_file, lambda: write_text(json_file, text)))
-    if chart is not None:
+    settings = {"device": name, "torch": torch.__version__, "dtype": dtype, "rounds": rounds}
+    rows = [{**asdict(row), "lead": row.lead, "call_lead": row.call_lead} for row in done]
+
+    def draw(path: Path) -> None:
         series = {t.name: [_over_floor(row, t.name) for row in done] for t in done[0].timings}
-        titles = [row.title for row in done]
         heading = f"Five Newton-Schulz steps, {name}, ours in {dtype}"
-        kept.append(keep("chart", chart, lambda: draw_bars(chart, heading, "time over the floor", titles, series)))
-    return 0 if all(kept) else 2
+        draw_bars(path, heading, "time over the floor", [row.title for row in done], series)
 
-
-def _as_json(row: Row) -> dict[str, Any]:
-    return {**asdict(row), "lead": row.lead, "call_lead": row.call_lead}
+    return 0 if write_outputs(options, {**settings, "rows": rows}, draw) else 2
 
 
 def _over_floor(row: Row, name: str) -> float | None:

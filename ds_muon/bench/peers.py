@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -40,52 +41,41 @@ def _compile_each_shape() -> None:
     dynamo.recompile_limit = max(dynamo.recompile_limit, 64)
 
 
-def _deepspeed(method: str) -> Callable[[], Orthogonalize]:
-    def load() -> Orthogonalize:
-        from deepspeed.runtime.zero.muon import original_muon
+def _deepspeed(method: str) -> Orthogonalize:
+    from deepspeed.runtime.zero.muon import original_muon
 
-        _compile_each_shape()
-        name = "zeropower_via_gram_newtonschulz" if method == "gram" else "zeropower_via_newtonschulz5"
-        function = getattr(original_muon, name)
-        return lambda matrices: [function(matrix, steps=5) for matrix in matrices]
-
-    return load
+    _compile_each_shape()
+    name = "zeropower_via_gram_newtonschulz" if method == "gram" else "zeropower_via_newtonschulz5"
+    function = getattr(original_muon, name)
+    return lambda matrices: [function(matrix, steps=5) for matrix in matrices]
 
 
-def _gram_newton_schulz(kernels: bool) -> Callable[[], Orthogonalize]:
+def _gram_newton_schulz(*, kernels: bool) -> Orthogonalize:
     """Squares go through its standard iteration, in fp16 as the other. Its output for fp32 input needs no clone: the
     cast back to fp32 has left the memory of the CUDA graph."""
+    from gram_newton_schulz.gram_newton_schulz import SYMMETRIC_KERNEL_TILE_SIZE, GramNewtonSchulz
 
-    def load() -> Orthogonalize:
-        from gram_newton_schulz.gram_newton_schulz import SYMMETRIC_KERNEL_TILE_SIZE, GramNewtonSchulz
+    _compile_each_shape()
+    function = GramNewtonSchulz(ns_coefficients=_QUINTIC, ns_use_kernels=kernels)
 
-        _compile_each_shape()
-        function = GramNewtonSchulz(ns_coefficients=_QUINTIC, ns_use_kernels=kernels)
+    def run(batch: Tensor) -> object:
+        if kernels and min(batch.shape[1:]) < SYMMETRIC_KERNEL_TILE_SIZE:
+            raise ValueError(f"without kernels for sides below {SYMMETRIC_KERNEL_TILE_SIZE}")
+        return function(batch)
 
-        def run(batch: Tensor) -> object:
-            if kernels and min(batch.shape[1:]) < SYMMETRIC_KERNEL_TILE_SIZE:
-                raise ValueError(f"without kernels for sides below {SYMMETRIC_KERNEL_TILE_SIZE}")
-            return function(batch)
-
-        return Stacked(run)
-
-    return load
+    return Stacked(run)
 
 
-def _emerging_optimizers(symmetric: bool) -> Callable[[], Orthogonalize]:
+def _emerging_optimizers(*, symmetric: bool) -> Orthogonalize:
     """``medium`` is the default of its Muon and means products in bf16; its Triton kernel takes part in no other."""
+    from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz
+    from emerging_optimizers.utils import fp32_matmul_precision
 
-    def load() -> Orthogonalize:
-        from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz
-        from emerging_optimizers.utils import fp32_matmul_precision
+    def run(batch: Tensor) -> object:
+        with fp32_matmul_precision("medium"):
+            return newton_schulz(batch, steps=5, coefficient_type="simple", use_syrk=symmetric)
 
-        def run(batch: Tensor) -> object:
-            with fp32_matmul_precision("medium"):
-                return newton_schulz(batch, steps=5, coefficient_type="simple", use_syrk=symmetric)
-
-        return Stacked(run)
-
-    return load
+    return Stacked(run)
 
 
 def _dion() -> Orthogonalize:
@@ -96,11 +86,11 @@ def _dion() -> Orthogonalize:
 
 
 PEERS: dict[str, Callable[[], Orthogonalize]] = {
-    "DeepSpeed, gram": _deepspeed("gram"),
-    "DeepSpeed, standard": _deepspeed("standard"),
-    "gram-newton-schulz, torch": _gram_newton_schulz(kernels=False),
-    "gram-newton-schulz, quack": _gram_newton_schulz(kernels=True),
-    "Emerging-Optimizers, cuBLAS": _emerging_optimizers(symmetric=False),
-    "Emerging-Optimizers, syrk": _emerging_optimizers(symmetric=True),
+    "DeepSpeed, gram": partial(_deepspeed, "gram"),
+    "DeepSpeed, standard": partial(_deepspeed, "standard"),
+    "gram-newton-schulz, torch": partial(_gram_newton_schulz, kernels=False),
+    "gram-newton-schulz, quack": partial(_gram_newton_schulz, kernels=True),
+    "Emerging-Optimizers, cuBLAS": partial(_emerging_optimizers, symmetric=False),
+    "Emerging-Optimizers, syrk": partial(_emerging_optimizers, symmetric=True),
     "Dion, triton, its coefficients": _dion,
 }

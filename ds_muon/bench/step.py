@@ -21,11 +21,13 @@ or ends: they overlap nothing, and may add up to more than the median above.
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ from ds_muon import plan_cost
 from ds_muon.bench.chart import draw_bars
 from ds_muon.bench.parts import PARTS
 from ds_muon.config import DSMuonConfig, DSMuonConfigError
-from ds_muon.files import keep, write_text
+from ds_muon.options import write_outputs
 from ds_muon.ranks import RanksFailed, placement, run_ranks
 from ds_muon.say import tell
 from ds_muon.text import columns, json_text
@@ -243,6 +245,7 @@ def make_candidates(
     """
     rates = {"lr": 0.02, "adam_lr": 3e-4}
     torch_adam = {"torch_adam": True} if on_cpu else {}  # for AdamW's half, where FusedAdam is not to be had
+    torchs = {"lr": 3e-4, "torch_adam": True, "fused": True}
     all_reduce = {"reduce_scatter": False}
     fused = Candidate(
         CANDIDATES["adamw"],
@@ -252,12 +255,7 @@ def make_candidates(
     found = {
         "adamw": [fused],
         "adamw-allreduce": [replace(fused, name=CANDIDATES["adamw-allreduce"], zero=all_reduce)],
-        "adamw-torch": [
-            Candidate(
-                CANDIDATES["adamw-torch"],
-                {"type": "AdamW", "params": {"lr": 3e-4, "torch_adam": True, "fused": True}},
-            )
-        ],
+        "adamw-torch": [Candidate(CANDIDATES["adamw-torch"], {"type": "AdamW", "params": torchs})],
         "muon": [Candidate(CANDIDATES["muon"], {"type": "Muon", "params": {**rates, **torch_adam}})],
         "dsmuon": [],
     }
@@ -281,27 +279,10 @@ def default_world_size(environment: Mapping[str, str], gpus: int) -> int:
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
-def run(
-    *,
-    model: str | None,
-    world_size: int | None,
-    stage: int,
-    micro_batch: int | None,
-    sequence: int | None,
-    rounds: int | None,
-    candidates: Sequence[str],
-    ns_backends: Sequence[str] | None,
-    params: Mapping[str, Any],
-    together: str,
-    json_file: Path | None,
-    chart: Path | None,
-) -> int:
-    """Start the ranks, print what they found, and write the files that were asked for. Returns the exit code.
-
-    What is None has a default by the kind of device: see ``ds-muon bench step --help``.
-    """
+def run(options: argparse.Namespace) -> int:
+    """Start the ranks, print what they found, and write the files that were asked for. Returns the exit code."""
     gpus = torch.cuda.device_count()
-    world_size = world_size or default_world_size(os.environ, gpus)
+    world_size = options.world_size or default_world_size(os.environ, gpus)
     environment = dict(os.environ)
     try:
         placed, _ = placement(environment, world_size, gpus)
@@ -310,26 +291,22 @@ def run(
             # DeepSpeed's Muon is compiled, on a CPU for minutes and to no use.
             environment.setdefault("TORCHDYNAMO_DISABLE", "1")
         task = Task(
-            model=model or ("tiny" if on_cpu else "303m"),
-            stage=stage,
-            micro_batch=micro_batch or (2 if on_cpu else 4),
-            sequence=sequence or (64 if on_cpu else 1024),
-            rounds=rounds or (10 if on_cpu else 40),
-            together=together,
-            candidates=make_candidates(candidates, params, ns_backends, on_cpu=on_cpu),
+            model=options.model or ("tiny" if on_cpu else "303m"),
+            stage=options.stage,
+            micro_batch=options.micro_batch or (2 if on_cpu else 4),
+            sequence=options.sequence or (64 if on_cpu else 1024),
+            rounds=options.rounds or (10 if on_cpu else 40),
+            together=options.together,
+            candidates=make_candidates(options.candidates, options.params, options.ns_backend, on_cpu=on_cpu),
         )
         found = run_ranks("ds_muon.bench.step_rank", ["--task", task.to_json()], world_size, Run.read, environment)
     except (RanksFailed, DSMuonConfigError) as error:
         tell(f"ds-muon bench step: {error}", to=sys.stderr)
         return COULD_NOT_RUN
     tell("\n".join(_lines(task, found)) + "\n")
-    done = [any(measured.ms is not None for measured in found.measured)]
-    if json_file is not None:
-        text = json_text(numbers(task, found), indent=1) + "\n"
-        done.append(keep("numbers", json_file, lambda: write_text(json_file, text)))
-    if chart is not None and done[0]:
-        done.append(keep("chart", chart, lambda: _draw(chart, task, found)))
-    return 0 if all(done) else COULD_NOT_RUN
+    measured = any(candidate.ms is not None for candidate in found.measured)
+    written = write_outputs(options, numbers(task, found), partial(_draw, task, found) if measured else None)
+    return 0 if measured and written else COULD_NOT_RUN
 
 
 def numbers(task: Task, found: Run) -> dict[str, Any]:
@@ -409,7 +386,7 @@ def _part_lines(name: str, parts: Parts) -> Iterator[str]:
     yield f"  exchange {parts.sent_bytes / 1e6:.2f} MB"
 
 
-def _draw(path: Path, task: Task, found: Run) -> None:
+def _draw(task: Task, found: Run, path: Path) -> None:
     """Iteration and memory of each candidate over those of the baseline, or of the first one. Writes ``path``."""
     first = found.baseline() or next(measured for measured in found.measured if measured.ms is not None)
     rows = {"iteration": "ms", "peak memory": "peak_bytes", "resident memory": "resident_bytes"}

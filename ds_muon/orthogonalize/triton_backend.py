@@ -23,53 +23,7 @@ from ds_muon.kernels.launch import addresses_of, ceil_div, on
 from ds_muon.orthogonalize.coefficients import Triple
 from ds_muon.orthogonalize.graphs import GraphCache, overlapped
 from ds_muon.orthogonalize.newton_schulz import Iteration
-
-
-@dataclass(frozen=True)
-class Tile:
-    """How a kernel cuts a product into blocks.
-
-    Attributes:
-        rows, cols: block of the result that one program computes at a time: a square, or two of them side by side.
-        depth: length of K that is in flight per stage.
-        warps, stages: warps of a program, and buffers of its pipeline.
-        programs_per_sm: programs that registers and shared memory admit on one multiprocessor: the persistent grid of
-            a descriptor tile. 0 for a pointer tile, which starts one program per block.
-        pieces: 1 or 4 column slices in which a square of the result is stored. The buffer for stores holds one: with
-            four, two programs of the 128 x 128 tile live on one multiprocessor.
-        flatten: make one loop of blocks and K.
-        quarters: four programs for each block that is more than one per multiprocessor. Only symmetric products.
-    """
-
-    rows: int
-    cols: int
-    depth: int
-    warps: int
-    stages: int
-    programs_per_sm: int = 0
-    pieces: int = 1
-    flatten: bool = False
-    quarters: bool = False
-
-    @property
-    def descriptors(self) -> bool:
-        return self.programs_per_sm > 0
-
-    def count(self, m: int, n: int, symmetric: bool) -> int:
-        """Blocks of one (m, n) result; of a symmetric one, those with something on or below the diagonal."""
-        if not symmetric:
-            return ceil_div(m, self.rows) * ceil_div(n, self.cols)
-        return sum(ceil_div((row + 1) * self.rows, self.cols) for row in range(ceil_div(m, self.rows)))
-
-
-# Measured on H100 and H200: SMALL wins up to sides of 1024, WIDE, which reads a quarter less from L2, beyond and in
-# plain products. QUARTERS is for what SMALL does in a round and a bit.
-SMALL = Tile(128, 128, 64, warps=4, stages=3, programs_per_sm=2, pieces=4)
-WIDE = Tile(128, 256, 64, warps=8, stages=3, programs_per_sm=1, flatten=True)
-QUARTERS = replace(SMALL, quarters=True)
-# Any GPU. Eight warps leave registers for the addresses of ragged rows, and for fp32 products without tensor cores.
-POINTERS = Tile(128, 128, 32, warps=8, stages=4)
-POINTERS_FP32 = Tile(128, 128, 16, warps=8, stages=3)
+from ds_muon.orthogonalize.tiles import Tile, choose_tile, tiles_for
 
 # Most parts in which a matrix is normalized, and elements that a program handles at a time: few enough for its
 # registers to fit beside two programs of SMALL, of the other half of the batch; with padded rows, of those without a C.
@@ -84,48 +38,6 @@ _ALIGNMENT = 512
 
 # Rows of blocks that are worked on together, so that they share operands in L2. A multiple of cols / rows.
 _GROUP = 8
-
-
-def tiles_for(capability: tuple[int, int], dtype: torch.dtype) -> tuple[Tile, ...]:
-    """All that ``choose_tile`` chooses from on a GPU of this compute capability."""
-    if dtype == torch.float32:
-        return (POINTERS_FP32,)
-    return (SMALL, WIDE, QUARTERS) if capability[0] == 9 else (POINTERS,)
-
-
-@lru_cache(maxsize=1024)
-def choose_tile(
-    batch: int,
-    m: int,
-    n: int,
-    k: int,
-    *,
-    symmetric: bool,
-    sms: int,
-    capability: tuple[int, int],
-    dtype: torch.dtype,
-) -> Tile:
-    """The tile for ``batch`` products of size (m, k) by (k, n) on a GPU with ``sms`` multiprocessors.
-
-    Compares the time of the busiest multiprocessor, in units of one 128 x 128 block with a multiprocessor of its own.
-    """
-    only, *others = tiles_for(capability, dtype)
-    if not others:
-        return only
-    # Two small blocks share a multiprocessor at half the speed each. A wide block is faster than the two small ones
-    # that it replaces where the operands of small ones overrun L2.
-    longest = max(m, k) if symmetric else max(m, n, k)
-    if symmetric:
-        wide_block = 1.65 if longest >= 2048 else 2.0
-    else:
-        wide_block = 1.65 if longest > 1024 else 1.9 if longest > 512 else 2.0
-    small, wide = (batch * tile.count(m, n, symmetric) for tile in (SMALL, WIDE))
-    # By half rounds, for the other half of a batch fills what is left of the last one.
-    costs = {SMALL: ceil_div(2 * small, sms) / 2, WIDE: wide_block * ceil_div(2 * wide, sms) / 2}
-    if symmetric and sms < small and 4 * (small - sms) <= sms:
-        costs[QUARTERS] = 1.4
-    return min(costs, key=lambda tile: costs[tile])
-
 
 # Sub-batches that a batch is cut into, each on a stream of its own: one fills the gaps that the other leaves
 # at the end of a launch, and reads its input while that multiplies. Three or more were slower on H100, for any shape.
@@ -147,19 +59,16 @@ class TritonProducts:
     """
 
     def __init__(self, squares: Sequence[Tensor] | None = None, tile: Tile | None = None) -> None:
-        self._squares = None if squares is None else cycle(squares)
+        self._squares = cycle((None,) if squares is None else squares)
         self._symmetric = tile
         self._plain = tile and replace(tile, quarters=False)
 
-    def _square(self) -> Tensor | None:
-        return None if self._squares is None else next(self._squares)
-
     def symmetric(self, a: Tensor, b: Tensor) -> Tensor:
-        return matmul(a, b, symmetric=True, out=self._square(), tile=self._symmetric)
+        return matmul(a, b, symmetric=True, out=next(self._squares), tile=self._symmetric)
 
     def polynomial(self, r: Tensor, triple: Triple) -> Tensor:
         a, b, c = triple
-        out = self._square()
+        out = next(self._squares)
         if c == 0:
             return affine(r, beta=b, identity=a, out=out)
         return matmul(r, r, r, alpha=c, beta=b, identity=a, symmetric=True, out=out, tile=self._symmetric)
@@ -375,7 +284,8 @@ def matmul(
         sms, capability = _properties(a.device)
         tile = choose_tile(batch, m, n, k, symmetric=symmetric, sms=sms, capability=capability, dtype=a.dtype)
     if out is None:
-        out = _empty(batch, m, n, a.dtype, a.device) if symmetric else _result(a, b)
+        turned = not symmetric and _transposed(b)
+        out = _empty(batch, n, m, a.dtype, a.device).mT if turned else _empty(batch, m, n, a.dtype, a.device)
     if not symmetric and _transposed(out):
         # The transpose of the result has contiguous rows.
         matmul(b.mT, a.mT, out=out.mT, tile=tile)
@@ -384,14 +294,6 @@ def matmul(
         with on(a.device):
             multiply(a, b, c, out, (alpha, beta, identity), symmetric, tile)
     return out
-
-
-def _result(a: Tensor, b: Tensor) -> Tensor:
-    """Memory for ``a @ b``: transposed, if ``b`` is."""
-    m, n = a.shape[1], b.shape[2]
-    if _transposed(b):
-        return _empty(len(a), n, m, a.dtype, a.device).mT
-    return _empty(len(a), m, n, a.dtype, a.device)
 
 
 def _transposed(x: Tensor) -> bool:
@@ -459,7 +361,9 @@ def _stored(x: Tensor) -> tuple[Tensor, bool]:
         return x, False
     if _describable(x.mT):
         return x.mT, True
-    return _aligned_copy(x), False
+    # Far cheaper than a product through pointers that cannot load more than one element at a time.
+    batch, rows, cols = x.shape
+    return _empty(batch, rows, cols, x.dtype, x.device).copy_(x), False
 
 
 def _describable(x: Tensor) -> bool:
@@ -467,12 +371,6 @@ def _describable(x: Tensor) -> bool:
     unit = 16 // x.element_size()
     aligned = x.stride(0) % unit == 0 and x.stride(1) % unit == 0 and x.data_ptr() % 16 == 0
     return aligned and x.stride(2) == 1 and x.stride(1) > 0 and x.stride(0) > 0
-
-
-def _aligned_copy(x: Tensor) -> Tensor:
-    """Far cheaper than a product through pointers that cannot load more than one element at a time."""
-    batch, rows, cols = x.shape
-    return _empty(batch, rows, cols, x.dtype, x.device).copy_(x)
 
 
 def _empty(batch: int, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -14,9 +14,7 @@ in fp64. Nothing is shared with the partition plan or the exchange, except that 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,15 +32,42 @@ __all__ = ["CannotVerify", "UpdateCheck"]
 _BATCH_ELEMENTS = 1 << 26
 
 
-@dataclass
-class _RawGradient:
-    """What autograd gave a parameter on this rank since the last step."""
+@dataclass(eq=False)
+class _Watched:
+    """A matrix, or a tensor of AdamW's: raw gradients, references, and what is known of it before the engine steps.
 
+    Attributes:
+        placed: what it is, and where it lies.
+        total, magnitude, count: of what autograd gave it on this rank since the last step.
+        fp64, same_dtype: the references, which start from the engine's state.
+        after: its fp32 weight after the checked step before; None in the first one.
+        moved: whether the weight is another than that.
+        weight: fp32.
+        average: of the raw gradients of all ranks, fp64.
+        variance: of the error that the engine's sums explain in ``average``.
+        engine_gradient: the average that ZeRO has, fp32; None where it cannot be read.
+        gradient: comparison of the two.
+        state, state_after: the engine's, before the step and after it.
+    """
+
+    placed: Placed
     total: Tensor
     magnitude: Tensor
     count: int = 0
+    after: Tensor | None = None
+    moved: bool = False
+    fp64: MuonReference | AdamWReference = field(init=False)
+    same_dtype: SameDtypeMuon | SameDtypeAdamW = field(init=False)
+    weight: Tensor = field(init=False)
+    average: Tensor = field(init=False)
+    variance: Tensor = field(init=False)
+    engine_gradient: Tensor | None = field(init=False)
+    gradient: Comparison | None = field(init=False)
+    state: dict[str, Tensor | None] = field(init=False)
+    state_after: dict[str, Tensor | None] = field(init=False)
 
     def add(self, gradient: Tensor) -> None:
+        gradient = self.placed.of(gradient)
         self.total += gradient
         self.magnitude += gradient.abs()
         self.count += 1
@@ -51,45 +76,6 @@ class _RawGradient:
         self.total.zero_()
         self.magnitude.zero_()
         self.count = 0
-
-
-@dataclass
-class _References:
-    """The two references of one parameter, which start from the engine's state."""
-
-    fp64: MuonReference | AdamWReference
-    same_dtype: SameDtypeMuon | SameDtypeAdamW
-
-
-@dataclass
-class _Step:
-    """What is known of one parameter before the engine steps.
-
-    Attributes:
-        weight: fp32.
-        average: of the raw gradients, fp64.
-        variance: of the error that the engine's sums explain in ``average``.
-        engine_gradient: the average that ZeRO has, fp32; None where it cannot be read.
-        gradient: comparison of the two.
-        state: the engine's, before the step.
-        moved: whether the weight is another than after the checked step before.
-    """
-
-    weight: Tensor
-    average: Tensor
-    variance: Tensor
-    engine_gradient: Tensor | None
-    gradient: Comparison | None
-    state: dict[str, Tensor | None] = field(default_factory=dict)
-    moved: bool = False
-
-
-@dataclass(frozen=True)
-class _Clip:
-    """The factors by which AdamW's gradients are clipped: the averages made here, and the engine's own."""
-
-    of_average: float
-    of_engine_gradient: float
 
 
 class UpdateCheck:
@@ -130,7 +116,7 @@ class UpdateCheck:
     @property
     def precision(self) -> str:
         """See ``EngineView.precision``."""
-        return self._comparison.precision
+        return self._comparison.view.precision
 
     def after_step(self) -> list[UpdateRecord]:
         """One record per parameter, the same on every rank. Empty if the optimizer made no step or skipped it."""
@@ -149,48 +135,31 @@ class StepComparison:
     Args:
         zero: DeepSpeed's ZeRO-1/2 optimizer.
         module: the model that it trains.
-        names: the parameters to check; all by default.
-        keep_state: False to start every step from the engine's own momentum and moments.
-        on_owner_only: compute references, and return records, on the owner of a matrix only.
+        only: the one Muon matrix to check, each step from the engine's own momentum, with references and a record on
+            its owner only. By default all parameters, from state that is the check's own.
 
     Raises:
         CannotVerify: the optimizer is not one that can be read.
     """
 
-    def __init__(
-        self,
-        zero: Any,
-        module: nn.Module,
-        *,
-        names: Collection[str] | None = None,
-        keep_state: bool = True,
-        on_owner_only: bool = False,
-    ) -> None:
-        self._view = EngineView(zero, module, names)
-        self._on_owner_only = on_owner_only
-        self._placed = self._view.placed
+    def __init__(self, zero: Any, module: nn.Module, *, only: str | None = None) -> None:
+        self.view = EngineView(zero, module, only)
+        self._only = only
         # In training, where one matrix of a large model is checked, fp32 is exact enough: tolerances know its rounding.
-        dtype = torch.float64 if keep_state else torch.float32
-        self._raw = [_RawGradient(_zeros(placed, dtype), _zeros(placed, dtype)) for placed in self._placed]
+        dtype = torch.float64 if only is None else torch.float32
+        self._watched = [_Watched(p, _zeros(p, dtype), _zeros(p, dtype)) for p in self.view.placed]
         self._hooks = [
-            placed.param.register_hook(partial(_add, placed, raw))  # type: ignore[no-untyped-call]
-            for placed, raw in zip(self._placed, self._raw, strict=True)
-            if placed.param.requires_grad  # one that was frozen since has no gradient
+            watched.placed.param.register_hook(watched.add)  # type: ignore[no-untyped-call]
+            for watched in self._watched
+            if watched.placed.param.requires_grad  # one that was frozen since has no gradient
         ]
-        self._keep_state = keep_state
-        self._references = self._start() if keep_state else []
-        self._before: list[_Step] = []
-        self._after: list[dict[str, Tensor | None]] = []
-        self._weights: list[Tensor] | None = None
+        if only is None:
+            self._start()
         self._groups: list[Group] = []
-        self._clip = _Clip(1.0, 1.0)
+        # By which AdamW's gradients are clipped: the averages made here, and the engine's own.
+        self._clip = 1.0, 1.0
         self._steps = 0
         self._diagnoses: dict[str, str] = {}
-
-    @property
-    def precision(self) -> str:
-        """See ``EngineView.precision``."""
-        return self._view.precision
 
     def close(self) -> None:
         """Stop watching the gradients."""
@@ -199,119 +168,107 @@ class StepComparison:
 
     def before_step(self) -> None:
         """Average the raw gradients of all ranks; remember weights and settings. Once ZeRO has reduced them all."""
-        self._groups = self._view.groups()
-        if not self._keep_state:
-            self._references = self._start()
-        totals = self._view.sum_over_ranks([raw.total for raw in self._raw])
-        magnitudes = self._view.sum_over_ranks([raw.magnitude for raw in self._raw])
-        counts = [raw.count for raw in self._raw]
-        of_engine = (self._view.averaged_gradients(), self._view.weights(), self._view.states())
-        self._before = [self._observe(*known) for known in zip(totals, magnitudes, counts, *of_engine, strict=True)]
-        if self._weights is not None:  # of a step that was skipped as well, nothing may be left
-            for step, weight in zip(self._before, self._weights, strict=True):
-                step.moved = not torch.equal(step.weight, weight)
-        for raw in self._raw:
-            raw.clear()
+        view, all_watched = self.view, self._watched
+        self._groups = view.groups()
+        if self._only is not None:
+            self._start()
+        totals = view.sum_over_ranks([watched.total for watched in all_watched])
+        magnitudes = view.sum_over_ranks([watched.magnitude for watched in all_watched])
+        of_engine = view.averaged_gradients(), view.weights(), view.states()
+        for watched, total, magnitude, *known in zip(all_watched, totals, magnitudes, *of_engine, strict=True):
+            watched.engine_gradient, watched.weight, watched.state = known
+            # Of a step that was skipped as well, nothing may be left.
+            watched.moved = watched.after is not None and not torch.equal(watched.weight, watched.after)
+            self._average(watched, total.double() / view.divisor, magnitude.double() / view.divisor)
+            watched.clear()
         self._clip = self._adamw_clip()
 
     def after_step(self) -> list[UpdateRecord]:
         """One record per parameter; empty if the step was skipped."""
-        if self._view.zero.overflow:
-            if self._keep_state and self._view.skipped_for_an_update:
-                self._references = self._start()
+        view = self.view
+        if view.zero.overflow:
+            if self._only is None and view.skipped_for_an_update:
+                self._start()
             return []
         self._steps += 1
-        weights = self._view.weights()
-        self._weights = weights if self._keep_state else None
-        stale, states = self._view.stale_ranks(weights), self._view.states()
-        self._after = states
+        weights = view.weights()
+        stale, states = view.stale_ranks(weights), view.states()
+        for watched, weight, state in zip(self._watched, weights, states, strict=True):
+            watched.after, watched.state_after = weight, state
         return [
             self._record(*known)
-            for known in zip(self._placed, self._references, self._before, weights, states, stale, strict=True)
-            if not self._on_owner_only or self._view.owner(known[0]) == self._view.rank
+            for known in zip(self._watched, weights, states, stale, strict=True)
+            if self._only is None or view.owner(known[0].placed) == view.rank
         ]
 
     # ---- before the step ----------------------------------------------------------------------------------------
 
-    def _start(self) -> list[_References]:
-        return [self._references_of(*known) for known in zip(self._placed, self._view.states(), strict=True)]
+    def _start(self) -> None:
+        """Take the references from the engine's state; what cannot be read of it is that of a first step."""
+        rule = self.view.rule
+        for watched, found in zip(self._watched, self.view.states(), strict=True):
+            placed = watched.placed
+            state = {key: _zeros(placed, torch.float32) if t is None else t for key, t in found.items()}
+            doubles = {key: tensor.double() for key, tensor in state.items()}
+            if placed.use_muon:
+                momentum, variance = doubles["momentum_buffer"], doubles.get(ROW_VARIANCE)
+                watched.fp64 = MuonReference(momentum, rule, variance, placed.layout)
+                watched.same_dtype = SameDtypeMuon(state, rule, placed.layout)
+            else:
+                step = self.view.adamw_step(placed)
+                watched.fp64 = AdamWReference(doubles["exp_avg"], doubles["exp_avg_sq"], step)
+                watched.same_dtype = SameDtypeAdamW(placed, state, step)
 
-    def _references_of(self, placed: Placed, found: dict[str, Tensor | None]) -> _References:
-        # State that cannot be read is that of a first step.
-        state = {key: _zeros(placed, torch.float32) if t is None else t for key, t in found.items()}
-        doubles = {key: tensor.double() for key, tensor in state.items()}
-        if placed.use_muon:
-            rule = self._view.rule
-            exact = MuonReference(doubles["momentum_buffer"], rule, doubles.get(ROW_VARIANCE), placed.layout)
-            return _References(exact, SameDtypeMuon(state, rule, placed.layout))
-        step = self._view.adamw_step(placed)
-        return _References(
-            AdamWReference(doubles["exp_avg"], doubles["exp_avg_sq"], step), SameDtypeAdamW(placed, state, step)
-        )
-
-    def _observe(
-        self,
-        total: Tensor,
-        magnitude: Tensor,
-        count: int,
-        engine_gradient: Tensor | None,
-        weight: Tensor,
-        state: dict[str, Tensor | None],
-    ) -> _Step:
-        view = self._view
-        average, magnitude = total.double() / view.divisor, magnitude.double() / view.divisor
-        variance = tolerances.sum_variance(magnitude, view.summed_in, count + view.world_size - 1, view.loss_scale)
-        gradient = None
-        if engine_gradient is not None:
+    def _average(self, watched: _Watched, average: Tensor, magnitude: Tensor) -> None:
+        """Compare the engine's averaged gradient with the average of the raw ones, given the latter's magnitude."""
+        view, additions = self.view, watched.count + self.view.world_size - 1
+        watched.average = average
+        watched.variance = tolerances.sum_variance(magnitude, view.summed_in, additions, view.loss_scale)
+        watched.gradient = None
+        if watched.engine_gradient is not None:
             size = float(average.norm())
-            gradient = Comparison(
-                error=ratio(float((engine_gradient.double() - average).norm()), size),
-                tolerance=ratio(tolerances.SAFETY * float(variance.sum().sqrt()), size),
+            watched.gradient = Comparison(
+                error=ratio(float((watched.engine_gradient.double() - average).norm()), size),
+                tolerance=ratio(tolerances.SAFETY * float(watched.variance.sum().sqrt()), size),
             )
-        return _Step(weight, average, variance, engine_gradient, gradient, state)
 
-    def _adamw_clip(self) -> _Clip:
-        clip, everything = self._view.clipping
+    def _adamw_clip(self) -> tuple[float, float]:
+        clip, everything = self.view.clipping
         if clip <= 0:
-            return _Clip(1.0, 1.0)
-        scope = [s for s, placed in zip(self._before, self._placed, strict=True) if everything or not placed.use_muon]
-        exact = _norm([step.average for step in scope])
-        theirs = _norm([step.average if step.engine_gradient is None else step.engine_gradient for step in scope])
-        return _Clip(*(min(1.0, clip / (norm + 1e-6)) for norm in (exact, theirs)))
+            return 1.0, 1.0
+        scope = [watched for watched in self._watched if everything or not watched.placed.use_muon]
+        exact = _norm([watched.average for watched in scope])
+        theirs = _norm([w.average if w.engine_gradient is None else w.engine_gradient for w in scope])
+        return min(1.0, clip / (exact + 1e-6)), min(1.0, clip / (theirs + 1e-6))
 
     # ---- after the step -----------------------------------------------------------------------------------------
 
     def _record(
-        self,
-        placed: Placed,
-        references: _References,
-        before: _Step,
-        weight: Tensor,
-        state: dict[str, Tensor | None],
-        stale_ranks: tuple[int, ...],
+        self, watched: _Watched, weight: Tensor, state: dict[str, Tensor | None], stale_ranks: tuple[int, ...]
     ) -> UpdateRecord:
-        group, old = self._groups[placed.group], before.weight.double()
+        placed, view = watched.placed, self.view
+        group, old = self._groups[placed.group], watched.weight.double()
         applied = weight.double() - old
-        exact, theirs = (1.0, 1.0) if placed.use_muon else (self._clip.of_average, self._clip.of_engine_gradient)
-        averaged = before.average.float() if before.engine_gradient is None else before.engine_gradient
+        exact, theirs = (1.0, 1.0) if placed.use_muon else self._clip
+        averaged = watched.average.float() if watched.engine_gradient is None else watched.engine_gradient
         if placed.use_muon and not averaged.any():
             # Of a matrix without a gradient nothing moves: neither the weight nor the reference's own momentum. Decided
             # by the engine's average where it can be read: rounding may leave nothing of the other, or something.
             expected, rounding = torch.zeros_like(old), 0.0
         else:
-            expected, rounding = references.fp64.change(old, before.average * exact, before.variance * exact**2, group)
+            average, variance = watched.average * exact, watched.variance * exact**2
+            expected, rounding = watched.fp64.change(old, average, variance, group)
         size = float(expected.norm())
-        rule = self._view.rule
-        iterated_in = rule.ns_dtype if placed.use_muon else torch.float32
+        iterated_in = view.rule.ns_dtype if placed.use_muon else torch.float32
         # Where nothing may change, nothing is rounded.
         weight_rounding = tolerances.WEIGHT_ROUNDINGS * float(weight.double().norm()) / size if size else 0.0
         tolerance = tolerances.AGAINST_FP64[iterated_in] + ratio(rounding, size) + weight_rounding
 
         gradient = averaged * theirs if theirs < 1 else averaged
         same_tolerance = tolerances.AGAINST_SAME_DTYPE[iterated_in] + weight_rounding
-        same = self._same_dtype(references, before, gradient, weight, group, same_tolerance * size)
+        same = self._same_dtype(watched, gradient, weight, group, same_tolerance * size)
         difference = weight.double() - same.double()
-        if before.engine_gradient is None:
+        if watched.engine_gradient is None:
             against_same_dtype = Comparison(ratio(float(difference.norm()), size), tolerance)
         else:
             against_same_dtype = _worse_of_norm_and_elements(difference, weight, size, iterated_in)
@@ -321,78 +278,71 @@ class StepComparison:
             shape=placed.shape,
             half="muon" if placed.use_muon else "adamw",
             group=placed.group,
-            cuts=self._view.cuts(placed),
-            owner=self._view.owner(placed),
+            cuts=view.cuts(placed),
+            owner=view.owner(placed),
             against_fp64=Comparison(ratio(float((applied - expected).norm()), size), tolerance),
             cosine=_cosine(applied, expected),
             against_same_dtype=against_same_dtype,
-            gradient=before.gradient,
-            state=self._compare_state(references, state) if before.engine_gradient is not None else None,
+            gradient=watched.gradient,
+            state=None if watched.engine_gradient is None else self._compare_state(watched.same_dtype.state, state),
             stale_ranks=stale_ranks,
-            moved_before=before.moved,
+            moved_before=watched.moved,
         )
         if record.ok:
             return record
         evidence = Evidence(
             record=record,
             placed=placed,
-            rule=rule,
+            rule=view.rule,
             group=group,
-            loss_scale=self._view.loss_scale,
-            world_size=self._view.world_size,
+            loss_scale=view.loss_scale,
+            world_size=view.world_size,
             weight=old,
             applied=applied,
             expected=same.double() - old,
-            average=before.average,
+            average=watched.average,
             averaged=averaged.double(),
             gradient=gradient.double(),
-            state_before=before.state,
+            state_before=watched.state,
             state_after=state,
-            reference_state=references.same_dtype.state,
+            reference_state=watched.same_dtype.state,
             tensor=self._direction_of_tensor(placed, group),
         )
         return replace(record, diagnosis=self._diagnosis(evidence))
 
     def _direction_of_tensor(self, placed: Placed, group: Group) -> Tensor | None:
         """U of the whole parameter, as (rows, cols), where all of its several matrices are looked at; fp64."""
-        known = zip(self._placed, self._before, self._after, strict=True)
-        alike = [(p, b.engine_gradient, a["momentum_buffer"]) for p, b, a in known if p.param is placed.param]
-        if placed.piece is None or sum(math.prod(p.shape) for p, _, _ in alike) < placed.param.numel():
+        alike = [watched for watched in self._watched if watched.placed.param is placed.param]
+        numel = sum(math.prod(watched.placed.shape) for watched in alike)
+        if placed.piece is None or numel < placed.param.numel():
             return None
         tensor = torch.zeros(placed.param.shape, dtype=torch.float64, device=placed.param.device)
-        for other, gradient, momentum in alike:
+        for watched in alike:
+            gradient, momentum = watched.engine_gradient, watched.state_after["momentum_buffer"]
             if gradient is None or momentum is None:
                 return None
             mu, m = group["momentum"], momentum.double()
-            other.put((1 - mu) * gradient.double() + mu * m if group["nesterov"] else m, tensor)
-        return tensor.view(-1, placed.param.shape[-1] if placed.param.ndim < 4 else placed.piece.cols)
+            watched.placed.put((1 - mu) * gradient.double() + mu * m if group["nesterov"] else m, tensor)
+        return tensor.view(-1, placed.piece.cols)
 
-    def _same_dtype(
-        self,
-        references: _References,
-        before: _Step,
-        gradient: Tensor,
-        weight: Tensor,
-        group: Group,
-        allowed: float,
-    ) -> Tensor:
+    def _same_dtype(self, watched: _Watched, gradient: Tensor, weight: Tensor, group: Group, allowed: float) -> Tensor:
         """The weight by the same-dtype reference; of those that differ by the size of the batch alone, the nearest."""
-        reference = references.same_dtype
-        same = reference.new_weight(before.weight, gradient, group)
-        if not isinstance(reference, SameDtypeMuon) or before.engine_gradient is None or weight.device.type == "cpu":
+        reference, before = watched.same_dtype, watched.weight
+        same = reference.new_weight(before, gradient, group)
+        if not isinstance(reference, SameDtypeMuon) or watched.engine_gradient is None or weight.device.type == "cpu":
             return same
-        most = min(self._view.shapes[tuple(weight.shape)], _BATCH_ELEMENTS // weight.numel())
-        others = reference.new_weights_in_batches(before.weight, gradient, before.state, group, most)
+        most = min(self.view.shapes[tuple(weight.shape)], _BATCH_ELEMENTS // weight.numel())
+        others = reference.new_weights_in_batches(before, gradient, watched.state, group, most)
         error = float((weight - same).norm())
         while error > allowed and (other := next(others, None)) is not None:
             if float((weight - other).norm()) < error:
                 same, error = other, float((weight - other).norm())
         return same
 
-    def _compare_state(self, references: _References, state: dict[str, Tensor | None]) -> Comparison | None:
+    def _compare_state(self, reference: dict[str, Tensor], state: dict[str, Tensor | None]) -> Comparison | None:
         """Of the comparisons of all tensors of a state, the worst."""
         comparisons = []
-        for key, expected in references.same_dtype.state.items():
+        for key, expected in reference.items():
             found = state[key]
             if found is None:
                 return None
@@ -401,7 +351,7 @@ class StepComparison:
         return max(comparisons, key=lambda comparison: comparison.excess)
 
     def _state_tolerance(self, key: str) -> float:
-        rule = self._view.rule
+        rule = self.view.rule
         if key == ROW_VARIANCE:  # of squares of the iteration's results
             return 2 * tolerances.AGAINST_SAME_DTYPE[rule.ns_dtype]
         return tolerances.STATE[rule.momentum_dtype if key == "momentum_buffer" else torch.float32]
@@ -429,10 +379,6 @@ def _worse_of_norm_and_elements(
 
 def _zeros(placed: Placed, dtype: torch.dtype) -> Tensor:
     return torch.zeros(placed.shape, dtype=dtype, device=placed.param.device)
-
-
-def _add(placed: Placed, raw: _RawGradient, gradient: Tensor) -> None:
-    raw.add(placed.of(gradient))
 
 
 def _norm(tensors: list[Tensor]) -> float:

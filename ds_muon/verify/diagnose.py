@@ -202,12 +202,10 @@ def _idle_rank(evidence: Evidence) -> int | None:
     """A rank whose piece did not change, though it should have."""
     if evidence.placed.is_strip:
         return None  # it has elements in every row
-    start = 0
-    for rank, numel in evidence.record.cuts:
-        applied, expected = (t.reshape(-1)[start : start + numel] for t in (evidence.applied, evidence.expected))
+    for rank, first, numel in evidence.record.pieces:
+        applied, expected = (t.reshape(-1)[first : first + numel] for t in (evidence.applied, evidence.expected))
         if not applied.any() and expected.any():
             return rank
-        start += numel
     return None
 
 
@@ -216,15 +214,12 @@ def _common_predictions(evidence: Evidence) -> Iterator[tuple[str, Tensor]]:
     update = evidence.expected - decayed
     # Both rates at once: an update that is scaled and weights that are decayed otherwise.
     factor, _ = _fit(evidence.applied - decayed, update)
+    fault = SIGN if factor < 0 else SCALED_UPDATE if factor > 1 else f"{CLIPPED_UPDATE}, or {SCALED_UPDATE}"
     transposed = _scale_of_the_transpose(evidence)
     if transposed != 1 and abs(factor / transposed - 1) < _SCALE_FIT:
-        yield f"{TRANSPOSED_SCALE}: {factor:.4g} times the right one", decayed + factor * update
-    elif 0 < factor < 1:
-        yield f"{CLIPPED_UPDATE}, or {SCALED_UPDATE}: {factor:.4g} times the right one", decayed + factor * update
-    elif factor > 1:
-        yield f"{SCALED_UPDATE}: {factor:.4g} times the right one", decayed + factor * update
-    elif factor < 0:
-        yield f"{SIGN}: {factor:.4g} times the right one", decayed + factor * update
+        fault = TRANSPOSED_SCALE
+    if factor not in (0, 1):
+        yield f"{fault}: {factor:.4g} times the right one", decayed + factor * update
     decay, _ = _fit(evidence.applied - update, -evidence.group["lr"] * evidence.weight)
     yield f"{WEIGHT_DECAY}: {decay:.4g}", update - evidence.group["lr"] * decay * evidence.weight
 
@@ -242,7 +237,7 @@ def _muon_predictions(evidence: Evidence) -> Iterator[tuple[str, Tensor]]:
     }
     if evidence.record.straddles and not evidence.placed.is_strip:
         faults[f"{SLICE}: each holder orthogonalized its own"] = lambda: _of_slices(direction, evidence)
-        for cut in _boundaries(evidence):
+        for _, cut, _ in evidence.record.pieces[1:]:
             for shift in _SHIFTS:
                 text = f"{PADDING}: shifted by {shift} elements from element {cut} on"
                 faults[text] = partial(_of_shifted, direction, cut, shift, evidence)
@@ -288,22 +283,12 @@ def _direction(evidence: Evidence, *, nesterov: bool) -> Tensor:
 
 def _of_slices(direction: Tensor, evidence: Evidence) -> Tensor:
     result = torch.zeros_like(direction)
-    start = 0
-    for _, numel in evidence.record.cuts:
+    for _, first, numel in evidence.record.pieces:
         alone = torch.zeros_like(direction)
-        piece = slice(start, start + numel)
+        piece = slice(first, first + numel)
         alone.view(-1)[piece] = direction.view(-1)[piece]
         result.view(-1)[piece] = _result(alone, evidence).view(-1)[piece]
-        start += numel
     return result
-
-
-def _boundaries(evidence: Evidence) -> list[int]:
-    ends, end = [], 0
-    for _, numel in evidence.record.cuts[:-1]:
-        end += numel
-        ends.append(end)
-    return ends
 
 
 def _of_shifted(direction: Tensor, cut: int, shift: int, evidence: Evidence) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_muon.agree import gather
 from ds_muon.dtypes import DTYPES
 from ds_muon.layout import Layout, Piece
 
@@ -104,7 +105,7 @@ class EngineView:
     Args:
         zero: ``engine.optimizer``.
         module: ``engine.module``.
-        names: the matrices, and AdamW's tensors, to look at; all by default.
+        only: the name of the one matrix to look at; by default all, and AdamW's tensors.
 
     Attributes:
         placed: those, in flat order.
@@ -114,7 +115,7 @@ class EngineView:
         CannotVerify: not a ZeRO-1/2 optimizer with DSMuon or DeepSpeed's Muon.
     """
 
-    def __init__(self, zero: Any, module: nn.Module, names: Collection[str] | None = None) -> None:
+    def __init__(self, zero: Any, module: nn.Module, only: str | None = None) -> None:
         if not hasattr(zero, "single_partition_of_fp32_groups") or not hasattr(zero, "round_robin_bit16_offsets"):
             raise CannotVerify(
                 f"the engine's optimizer is {type(zero).__name__}: only DeepSpeed's ZeRO optimizer of stage 1 or 2 can "
@@ -128,7 +129,7 @@ class EngineView:
         self.rank = dist.get_rank(self.process_group)
         self.world_size = dist.get_world_size(self.process_group)
         located = list(self._located(module))
-        self.placed = [placed for placed in located if names is None or placed.name in names]
+        self.placed = [placed for placed in located if only in (None, placed.name)]
         self.shapes = Counter(placed.shape for placed in located if placed.use_muon)
         units = zero.plan.units if self.is_dsmuon else ()
         self._owners = {matrix.name: unit.owner for unit in units for matrix in unit.matrices}
@@ -194,8 +195,8 @@ class EngineView:
     @property
     def precision(self) -> str:
         """One line: the dtypes of model, sums, iteration and momentum, and the forms of the iteration that run."""
-        names = [_short(t) for t in (self.zero.dtype, self.summed_in, self.rule.ns_dtype, self.rule.momentum_dtype)]
-        model, sums, iteration, momentum = names
+        dtypes = self.zero.dtype, self.summed_in, self.rule.ns_dtype, self.rule.momentum_dtype
+        model, sums, iteration, momentum = map(_short, dtypes)
         forms = " and ".join(sorted({self._form(shape) for shape in self.shapes}))
         variant = "" if self.rule.beta2 is None else ", NorMuon"
         return f"{model} model, {sums} sums, {forms} in {iteration}, {momentum} momentum{variant}"
@@ -231,11 +232,11 @@ class EngineView:
     def states(self) -> list[dict[str, Tensor | None]]:
         """Momentum or moments by their keys, in fp32; None where they cannot be read."""
         wanted = [(placed, key) for placed in self.placed for key in self._partition_keys(placed)]
-        readable = [(placed, key) for placed, key in wanted if self._is_readable(placed)]
-        found = self._whole([(placed, [self._state_partition(placed, key)]) for placed, key in readable])
-        by_name = {(placed.name, key): tensor for (placed, key), tensor in zip(readable, found, strict=True)}
+        partitions = [(p, [self._state_partition(p, key)]) for p, key in wanted if self._is_readable(p)]
+        found = iter(self._whole(partitions))
         return [
-            {key: by_name.get((p.name, key)) for key in self._partition_keys(p)} | self._row_variance(p)
+            {key: next(found) if self._is_readable(p) else None for key in self._partition_keys(p)}
+            | self._row_variance(p)
             for p in self.placed
         ]
 
@@ -255,11 +256,8 @@ class EngineView:
 
         None where DeepSpeed's Muon has already overwritten it with its update.
         """
-        readable = [placed for placed in self.placed if self._is_readable(placed)]
-        found = self._whole([(placed, self._gradient_pieces(placed.group)) for placed in readable])
-        unscaled = found if self.loss_scale == 1 else [tensor.mul_(1 / self.loss_scale) for tensor in found]
-        by_name = {placed.name: tensor for placed, tensor in zip(readable, unscaled, strict=True)}
-        return [by_name.get(placed.name) for placed in self.placed]
+        found = iter(self._whole([(p, self._gradient_pieces(p.group)) for p in self.placed if self._is_readable(p)]))
+        return [next(found).mul_(1 / self.loss_scale) if self._is_readable(p) else None for p in self.placed]
 
     def _is_readable(self, placed: Placed) -> bool:
         return self.is_dsmuon or not placed.use_muon
@@ -282,18 +280,12 @@ class EngineView:
 
     def stale_ranks(self, weights: Sequence[Tensor]) -> list[tuple[int, ...]]:
         """For each parameter, the ranks whose model does not hold the fp32 weight rounded to its dtype."""
-        stale = torch.tensor(
-            [
-                not torch.equal(placed.of(placed.param.detach()), weight.to(placed.param.dtype))
-                for placed, weight in zip(self.placed, weights, strict=True)
-            ],
-            dtype=torch.int32,
-            device=self.zero.device,
-        )
-        every = [torch.empty_like(stale) for _ in range(self.world_size)]
-        dist.all_gather(every, stale, group=self.process_group)
-        table = torch.stack(every, dim=1).tolist()
-        return [tuple(rank for rank, is_stale in enumerate(row) if is_stale) for row in table]
+        stale = [
+            not torch.equal(placed.of(placed.param.detach()), weight.to(placed.param.dtype))
+            for placed, weight in zip(self.placed, weights, strict=True)
+        ]
+        by_parameter = zip(*gather(stale, self.process_group), strict=True)
+        return [tuple(rank for rank, is_stale in enumerate(flags) if is_stale) for flags in by_parameter]
 
     def sum_over_ranks(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The sums of tensors of one dtype, in one collective."""

@@ -45,9 +45,7 @@ class TrainingCheck:
         if self._comparison is None and self._every and (self._steps + 1) % self._every == 0:
             matrices = self._zero.plan.matrices
             name = matrices[self._checks % len(matrices)].name
-            self._comparison = StepComparison(
-                self._zero, self._module, names=[name], keep_state=False, on_owner_only=True
-            )
+            self._comparison = StepComparison(self._zero, self._module, only=name)
 
     @contextmanager
     def around_step(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ weights, the state or the gradient, and name it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -258,7 +258,7 @@ def _unsplit(zero: Any, replace: _Replace) -> None:
                 start, end = held[0][1].offset, held[-1][1].offset + held[-1][1].numel
                 u = begun.u[start:end].view(-1, held[0][0].cols)
                 (output,) = orthogonalize([u], zero.newton_schulz)
-                sides = out_and_in(*u.shape, held[0][0].matrices[0].layout)
+                sides = out_and_in(u.shape[0], u.shape[1], held[0][0].matrices[0].layout)
                 scale = update_scale(zero.optimizer.config.adjust_lr_fn, *sides)
                 begun.partition[start:end].copy_(output.reshape(-1)).mul_(scale)
 
@@ -319,30 +319,13 @@ def _weight_decay(zero: Any, replace: _Replace) -> None:
 
 def _idle_rank(zero: Any, replace: _Replace) -> None:
     """The last rank does not apply its updates."""
-
-    def commit(original: Callable[..., None], gradients: list[Tensor], findings: Findings) -> None:
-        before = [flat.detach().clone() for flat in zero.single_partition_of_fp32_groups]
-        original(gradients, findings)
-        if _rank(zero) == dist.get_world_size(zero.dp_process_group) - 1:
-            for flat, old in zip(zero.single_partition_of_fp32_groups, before, strict=True):
-                flat.data.copy_(old)
-
-    replace("commit", commit)
+    _keep_on_the_last_rank(zero, replace, zero.single_partition_of_fp32_groups, "commit")
 
 
 def _stale_rank(zero: Any, replace: _Replace) -> None:
     """The model on the last rank keeps the weights of the step before."""
     _more_than_one_rank(zero)
-
-    def update_lp_params(original: Callable[[], None]) -> None:
-        params = [param for group in zero.bit16_groups for param in group]
-        before = [param.detach().clone() for param in params]
-        original()
-        if _rank(zero) == dist.get_world_size(zero.dp_process_group) - 1:
-            for param, old in zip(params, before, strict=True):
-                param.data.copy_(old)
-
-    replace("update_lp_params", update_lp_params)
+    _keep_on_the_last_rank(zero, replace, [p for group in zero.bit16_groups for p in group], "update_lp_params")
 
 
 FAULTS: dict[str, Fault] = {
@@ -376,6 +359,19 @@ def _rank(zero: Any) -> int:
 
 def _of_muon(zero: Any, tensors: list[Tensor]) -> list[Tensor]:
     return [tensor for group, tensor in zip(zero.param_groups, tensors, strict=True) if group["use_muon"]]
+
+
+def _keep_on_the_last_rank(zero: Any, replace: _Replace, tensors: Sequence[Tensor], method: str) -> None:
+    """Have a method of the optimizer leave these tensors as they were, on the last rank only."""
+
+    def forgetful(original: Callable[..., None], *args: Any) -> None:
+        before = [tensor.detach().clone() for tensor in tensors]
+        original(*args)
+        if _rank(zero) == dist.get_world_size(zero.dp_process_group) - 1:
+            for tensor, old in zip(tensors, before, strict=True):
+                tensor.data.copy_(old)
+
+    replace(method, forgetful)
 
 
 @dataclass(frozen=True)

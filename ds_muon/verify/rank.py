@@ -72,21 +72,17 @@ def read_config(path: Path | None) -> dict[str, Any]:
     if path is None:
         return copy.deepcopy(DEFAULT_CONFIG)
     where = f"--config {printable(str(path))}"
-    too_deep = CannotVerify(f"{where} is nested too deep: no setting of DeepSpeed is")
     try:
         config = json.loads(path.read_text())
+        problems = _problems(config) if isinstance(config, dict) else []
     except OSError as error:
         raise CannotVerify(f"{where}: {error.strerror or error}") from None
     except ValueError as error:
         raise CannotVerify(f"{where} is not valid JSON: {error}") from None
     except RecursionError:
-        raise too_deep from None
+        raise CannotVerify(f"{where} is nested too deep: no setting of DeepSpeed is") from None
     if not isinstance(config, dict):
         raise CannotVerify(f"{where} holds a {type(config).__name__}: it must be a JSON object")
-    try:
-        problems = _problems(config)
-    except RecursionError:
-        raise too_deep from None
     if problems:
         raise CannotVerify(f"{where}: {problems[0]}" if len(problems) == 1 else "\n".join([f"{where}:", *problems]))
     return config
@@ -240,11 +236,7 @@ def _train(task: Task, fault: str | None) -> VerifyResult:
         skipped_steps=int(engine.skipped_steps),
         partition_sizes=tuple(int(size) for size in engine.optimizer.partition_size),
         config=task.config,
-        versions={
-            "ds_muon": VERSION,
-            "deepspeed": str(deepspeed.__version__),
-            "torch": str(torch.__version__),
-        },
+        versions={"ds_muon": VERSION, "deepspeed": str(deepspeed.__version__), "torch": str(torch.__version__)},
         records=tuple(records),
         fault=fault,
     )
@@ -277,7 +269,5 @@ def _engine(model: torch.nn.Module, config: dict[str, Any]) -> Any:
 
 
 def _device_name() -> str:
-    accelerator = get_accelerator()
-    if accelerator.device_name() == "cuda":
-        return torch.cuda.get_device_name()
-    return str(accelerator.device_name())
+    kind = str(get_accelerator().device_name())
+    return torch.cuda.get_device_name() if kind == "cuda" else kind

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 
@@ -79,6 +80,12 @@ class UpdateRecord:
     @property
     def holders(self) -> tuple[int, ...]:
         return tuple(rank for rank, _ in self.cuts)
+
+    @property
+    def pieces(self) -> list[tuple[int, int, int]]:
+        """(rank, first, elements) of every piece, counted from the start of the parameter."""
+        ends = accumulate(elements for _, elements in self.cuts)
+        return [(rank, end - elements, elements) for (rank, elements), end in zip(self.cuts, ends, strict=True)]
 
     @property
     def straddles(self) -> bool:

@@ -116,7 +116,7 @@ class MuonReference:
         direction = gradient + mu * (m - gradient) if group["nesterov"] else m
         of_direction = self._advance_variance(variance, mu, group["nesterov"])
         of_direction += tolerances.stored_variance(direction, torch.float32)
-        orthogonal = self._orthogonal(direction)
+        orthogonal = reference_newton_schulz(direction, ns_steps=rule.ns_steps, ns_coefficients=rule.ns_coefficients)
         if self._normalize:
             orthogonal = self._normalize[0](orthogonal)
         change = muon_change(weight, orthogonal, group, rule)
@@ -137,7 +137,8 @@ class MuonReference:
         generator = torch.Generator(device=direction.device).manual_seed(self._steps)
         draws = tolerances.draws(tuple(direction.shape))
         differences: list[float] = []
-        for count in _chunks(draws, max(1, _BATCH_ELEMENTS // direction.numel())):
+        at_once = max(1, _BATCH_ELEMENTS // direction.numel())
+        for count in (min(at_once, draws - start) for start in range(0, draws, at_once)):
             noise = torch.empty((count, *direction.shape), dtype=direction.dtype, device=direction.device)
             disturbed = noise.normal_(generator=generator).mul_(variance.sqrt()).add_(direction)
             for orthogonal in self._rounded_orthogonal(disturbed, generator):
@@ -145,11 +146,6 @@ class MuonReference:
                     orthogonal = self._normalize[1 + len(differences)](orthogonal)
                 differences.append(float((muon_change(weight, orthogonal, group, self._rule) - change).norm()))
         return tolerances.explained(differences)
-
-    def _orthogonal(self, direction: Tensor) -> Tensor:
-        return reference_newton_schulz(
-            direction, ns_steps=self._rule.ns_steps, ns_coefficients=self._rule.ns_coefficients
-        )
 
     def _rounded_orthogonal(self, directions: Tensor, generator: torch.Generator) -> Tensor:
         """The iteration in the form of ``ns_method``, rounded at random after each product; (draws, rows, cols)."""
@@ -305,8 +301,3 @@ def _adamw(param: torch.nn.Parameter) -> torch.optim.AdamW:
         return torch.optim.AdamW([param], fused=True)
     except RuntimeError:  # torch has no fused AdamW for this device
         return torch.optim.AdamW([param])
-
-
-def _chunks(total: int, most: int) -> list[int]:
-    """``total`` as a sum of numbers up to ``most``."""
-    return [min(most, total - start) for start in range(0, total, most)]

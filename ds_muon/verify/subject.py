@@ -1,15 +1,7 @@
 """What `ds-muon verify` trains: a model and its micro-batches, the user's own or the built-in ones.
 
-A user's own come from a *factory*, named as ``module:factory``::
-
-    def factory(rank: int, world_size: int) -> tuple[nn.Module, Iterable]:
-        return model, batches
-
-``model`` is the same on every rank and returns its loss: a scalar tensor, or an object with ``.loss``, or a mapping
-with ``"loss"``, or a tuple of which the loss is the first. ``batches`` are the micro-batches of this rank: each a
-tensor, a tuple or list (positional arguments of the model), or a mapping (keyword arguments). They are moved to the
-device, but keep their dtype: under fp16 or bf16 the model casts its inputs itself. They are started over when they run
-out. torch's generator is seeded alike on every rank: let ``rank`` make the data differ.
+A user's own come from a *factory*, named as ``module:factory``. What it is given and returns, and what becomes of the
+batches, is in the help of the command (``command.VERIFY_MODEL``).
 """
 
 from __future__ import annotations
@@ -18,7 +10,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain
+from itertools import count
 from typing import Any
 
 import torch
@@ -109,20 +101,18 @@ def endless(batches: Iterable[Any]) -> Iterator[Any]:
     Raises:
         CannotVerify: they ran out and cannot be started over, as a generator cannot, or there are none.
     """
-    passes = 0
-    while True:
-        iterator = iter(batches)
-        try:
-            first = next(iterator)
-        except StopIteration:
-            if not passes:
-                raise CannotVerify("the factory of --model returned no batches: return at least one") from None
+    for passes in count():
+        empty = True
+        for batch in batches:
+            empty = False
+            yield batch
+        if empty:
             raise CannotVerify(
                 "the batches of --model ran out and cannot be started over: return a list or more of them, "
                 "or lower --steps"
-            ) from None
-        yield from chain([first], iterator)
-        passes += 1
+                if passes
+                else "the factory of --model returned no batches: return at least one"
+            )
 
 
 def loss_of(model: Callable[..., Any], batch: Any, device: torch.device) -> Tensor:

@@ -173,7 +173,7 @@ def _runs(rows: Sequence[Row]) -> list[tuple[int, int, str]]:
     """(start, end, colour) of what lies side by side on one rank: boxes that touch would show a line between them."""
     runs: list[tuple[int, int, str]] = []
     for row in rows:
-        for rank, first, elements in row.pieces:
+        for rank, first, elements in row.placed.pieces:
             start, colour = row.start + first, rank_colour(rank)
             if runs and runs[-1][1:] == (start, colour):
                 start = runs.pop()[0]
@@ -186,7 +186,7 @@ def _group_title(group: int, rows: Sequence[Row]) -> str:
 
 
 def _held(row: Row) -> str:
-    return ", ".join(f"{elements:,} elements on rank {rank}" for rank, _, elements in row.pieces)
+    return ", ".join(f"{elements:,} elements on rank {rank}" for rank, _, elements in row.placed.pieces)
 
 
 # ---- rows: one line per parameter -----------------------------------------------------------------------------------
@@ -252,9 +252,9 @@ def _draw_rows(axes: Any, shown: Sequence[Row], tops: Sequence[float]) -> None:
         axes.text(_LEFT, baseline, name, fontfamily="DejaVu Sans Mono", fontweight=weight, color=_LIGHT[colour])
         axes.text(_SHAPE_END, baseline, shape_text(record), ha="right", **_QUIET)
         scale = (_BAR_END - _BAR) / max(row.elements, 1)
-        for rank, first, elements in row.pieces:
+        for rank, first, elements in row.placed.pieces:
             _box(axes, (_BAR + scale * first, top + 4.3), scale * elements, 7.9, rank_colour(rank))
-        if cuts := [_BAR + scale * first for _, first, _ in row.pieces[1:]]:
+        if cuts := [_BAR + scale * first for _, first, _ in row.placed.pieces[1:]]:
             axes.vlines(cuts, top + 2.2, top + 14.4, colors=_LIGHT["ink"], linewidths=1.1)
         _draw_owner(axes, record, baseline)
 

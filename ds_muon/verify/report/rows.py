@@ -32,20 +32,11 @@ class Row:
 
     @property
     def elements(self) -> int:
-        return _elements(self.placed)
+        return sum(elements for _, elements in self.placed.cuts)
 
     @property
     def excess(self) -> float:
         return max(self.against_fp64.excess, self.same_dtype.excess)
-
-    @property
-    def pieces(self) -> list[tuple[int, int, int]]:
-        """(rank, first, elements) of every piece, counted from the start of the parameter."""
-        pieces, first = [], 0
-        for rank, elements in self.placed.cuts:
-            pieces.append((rank, first, elements))
-            first += elements
-        return pieces
 
 
 def rows_of(result: VerifyResult) -> list[Row]:
@@ -57,18 +48,16 @@ def rows_of(result: VerifyResult) -> list[Row]:
     end: dict[int, int] = {}
     for steps in sorted(records.values(), key=lambda steps: steps[0].group):
         placed = steps[0]
-        start = _start(placed, result.partition_sizes[placed.group], end.get(placed.group, 0))
-        end[placed.group] = start + _elements(placed)
-        rows.append(
-            Row(
-                placed=placed,
-                start=start,
-                against_fp64=_worst(step.against_fp64 for step in steps),
-                same_dtype=_worst(step.against_same_dtype for step in steps),
-                ok=all(step.ok for step in steps),
-                diagnosis=next((step.diagnosis for step in steps if step.diagnosis is not None), None),
-            )
+        row = Row(
+            placed=placed,
+            start=_start(placed, result.partition_sizes[placed.group], end.get(placed.group, 0)),
+            against_fp64=_worst(step.against_fp64 for step in steps),
+            same_dtype=_worst(step.against_same_dtype for step in steps),
+            ok=all(step.ok for step in steps),
+            diagnosis=next((step.diagnosis for step in steps if step.diagnosis is not None), None),
         )
+        end[placed.group] = row.start + row.elements
+        rows.append(row)
     return rows
 
 
@@ -82,10 +71,6 @@ def _start(record: UpdateRecord, partition_size: int, end_of_previous: int) -> i
         return end_of_previous
     rank, elements = record.cuts[0]
     return (rank + 1) * partition_size - elements if record.straddles else max(end_of_previous, rank * partition_size)
-
-
-def _elements(record: UpdateRecord) -> int:
-    return sum(elements for _, elements in record.cuts)
 
 
 def _worst(comparisons: Iterable[Comparison]) -> Comparison:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 
-from ds_muon import deepspeed_step
+from tests.unit.support import deepspeed_step
 
 Zero = deepspeed_zero.DeepSpeedZeroOptimizer
 

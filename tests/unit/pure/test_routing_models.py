@@ -54,6 +54,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "DeepseekV3ForCausalLM": {"num_hidden_layers": 2, "first_k_dense_replace": 1},
     "DeepseekV4ForCausalLM": TWO,
     "GptOssForCausalLM": TWO,
+    "Llama4ForCausalLM": {"num_hidden_layers": 2, "interleave_moe_layer_step": 1},
     "Olmo2ForCausalLM": TWO,
     "MambaForCausalLM": TWO,
     "Mamba2ForCausalLM": TWO,
@@ -138,7 +139,7 @@ def table(routing: Routing) -> str:
             counts["", "", each.half, each.reason] += 1
         else:
             pattern = " = ".join(re.sub(r"\b\d+\b", "*", name) for name in each.names[:2])
-            counts[pattern, each.shown_shape, each.half, each.reason] += 1
+            counts[pattern, each.shown_shape, each.half, each.explained] += 1
     rows = [(str(count), *row) for row, count in counts.items()]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     lines = routing.summary()[:2] + [f"warns: {line.split(' of the ')[0]}" for line in routing.warnings()]

@@ -161,9 +161,9 @@ def compile_affine(case: tuple[int, str, bool]) -> Usage:
 
 def compile_case(case: Case) -> Usage:
     from ds_muon.kernels import products
-    from ds_muon.orthogonalize import triton_backend
+    from ds_muon.orthogonalize import tiles
 
-    tile = getattr(triton_backend, case.tile)
+    tile = getattr(tiles, case.tile)
     constants: dict[str, Any] = {"DEPTH": tile.depth, "GROUP": 8, "HAS_C": case.has_c}
     a_transposed, b_transposed = case.transposed
     signature: dict[str, str] = {"alpha": "fp32", "beta": "fp32", "identity": "fp32"}
@@ -260,9 +260,9 @@ def few_first(cases: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize("case", few_first(CASES), ids=str)
 def test_a_tile_fits_where_it_is_meant_to_live(case: Case, usages: dict[Case, Usage]) -> None:
-    from ds_muon.orthogonalize import triton_backend
+    from ds_muon.orthogonalize import tiles
 
-    tile, usage = getattr(triton_backend, case.tile), usages[case]
+    tile, usage = getattr(tiles, case.tile), usages[case]
     programs = max(1, tile.programs_per_sm)
     # ptxas may put two registers on the stack to stay at 128 of them, with which more warps fit.
     assert usage.stack <= (0 if tile.descriptors else 8)
@@ -285,7 +285,7 @@ def test_half_precision_runs_on_tensor_cores_and_fp32_does_not(case: Case, usage
 def test_the_normalization_fits_beside_two_programs_of_the_small_tile(
     case: NormalizationCase, usages: dict[Any, Usage]
 ) -> None:
-    from ds_muon.orthogonalize.triton_backend import SMALL
+    from ds_muon.orthogonalize.tiles import SMALL
 
     usage = usages[case]
     assert usage.stack == 0

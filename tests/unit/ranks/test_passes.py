@@ -6,7 +6,6 @@ On a GPU the kernels run; elsewhere Triton's interpreter runs them.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 import math
 import os
@@ -23,22 +22,13 @@ from ds_muon import muon_update, passes
 from ds_muon.layout import Piece
 from ds_muon.passes import Held, Segments, Where, torch_passes
 from tests.unit.support.cases import in_turns, pairwise, some
-from tests.unit.support.interpreter import may_interpret
+from tests.unit.support.interpreter import GPU, defining_kernels
 from tests.unit.support.models import ds_config
 from tests.unit.support.ranks import new_ranks, run_ranks
 from tests.unit.support.steps import SHAPES, assert_equal
 from tests.unit.support.steps import train as train_on_exact_gradients
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("needs Triton", allow_module_level=True)
-GPU = torch.cuda.is_available()
-if not GPU and not may_interpret():
-    # Not a skip: it would hide that the kernels go untested.
-    pytest.fail("Triton was imported before this module could set TRITON_INTERPRET=1; set it for the whole run")
-with pytest.MonkeyPatch.context() as environment:
-    if not GPU:
-        # Read when kernels are defined.
-        environment.setenv("TRITON_INTERPRET", "1")
+with defining_kernels():
     from ds_muon.passes import triton_passes
 
 DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")

@@ -166,7 +166,11 @@ def test_a_config_that_cannot_train_right_is_refused_on_every_rank(case: str) ->
 
 def test_everything_that_is_wrong_is_said_at_once_on_every_rank() -> None:
     params = {"lr": "x", "momentum": 2, "\ud800\n": 1, "ns_backend": "triton"}
-    params |= {"muon_params": ["nothing.*", "p0", "none"], "no_decay_params": ["never"]}
+    params |= {
+        "muon_params": ["nothing.*", "p0", "none"],
+        "no_decay_params": ["never"],
+        "muon_blocks": {"missing": {"split": 2}},
+    }
     config = ds_config(params, zero={"reduce_scatter": True}, compile={"deepcompile": True})
     with pytest.raises(RankFailure) as failure:
         run_ranks(2, initialize, config, timeout=60)
@@ -181,6 +185,7 @@ def test_everything_that_is_wrong_is_said_at_once_on_every_rank() -> None:
         "optimizer.params.muon_params: 'nothing.*' matches no parameter",
         "optimizer.params.muon_params: 'none' matches no parameter",
         "optimizer.params.no_decay_params: 'never' matches no parameter",
+        "optimizer.params.muon_blocks: 'missing' matches no parameter",
     )
     for error in failure.value.errors.values():
         lines = error.splitlines()[-len(beginnings) :]

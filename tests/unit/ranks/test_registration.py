@@ -116,7 +116,7 @@ class Experts(nn.Module):
         super().__init__()
         self.body = nn.Linear(8, 8, bias=False)
         self.experts = nn.Module()
-        self.experts.w1 = nn.Parameter(torch.zeros(7, 8, 8))
+        self.experts.w1 = nn.Parameter(torch.zeros(7 * 8, 8))
 
 
 def shown(model: type[nn.Module], config: dict[str, Any]) -> tuple[list[str], list[str]]:
@@ -162,8 +162,20 @@ def test_rank_0_shows_a_line_per_half_at_any_log_level_and_warns_of_a_rate_that_
 @pytest.mark.ranks
 def test_rank_0_warns_of_a_model_that_muon_hardly_trains() -> None:
     (_, warnings), (_, others) = run_ranks(2, shown, Experts, ds_config())
-    assert any("only 12.5 %" in line and "experts.w1 (7 x 8 x 8, stack of experts)" in line for line in warnings)
+    assert any("only 12.5 %" in line and "experts.w1 (56 x 8, experts in one matrix)" in line for line in warnings)
     assert not others
+
+
+def matrices_of_an_engine() -> dict[str, int]:
+    config = ds_config()
+    config["optimizer"]["params"]["muon_params"] = ["experts.w1"]
+    config["optimizer"]["params"]["muon_blocks"] = {"experts.w1": {"split": 7}}
+    pieces = start(Experts(), config).optimizer.optimizer.routing.pieces()
+    return {name: len(made) for name, made in pieces.items()}
+
+
+def test_an_engine_splits_its_tensors_as_muon_blocks_says() -> None:
+    assert run_ranks(1, matrices_of_an_engine) == [{"body.weight": 1, "experts.w1": 7}]
 
 
 def routed_of_some(names: list[str]) -> dict[str, str]:

@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+GPU = torch.cuda.is_available()
 
 
-def may_interpret() -> bool:
+@contextmanager
+def defining_kernels() -> Iterator[None]:
+    """Around the imports of modules with kernels: on a GPU they are Triton's, elsewhere the interpreter's.
+
+    Skips the importing module without Triton; fails it if Triton is there for compiling already, and there is no GPU.
+    """
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("needs Triton", allow_module_level=True)
+    if not GPU and not _may_interpret():
+        # Not a skip: it would hide that the kernels go untested.
+        pytest.fail("Triton was imported before this module could set TRITON_INTERPRET=1; set it for the whole run")
+    with pytest.MonkeyPatch.context() as environment:
+        if not GPU:
+            # Read when kernels are defined.
+            environment.setenv("TRITON_INTERPRET", "1")
+        yield
+
+
+def _may_interpret() -> bool:
     """Whether kernels that are defined with ``TRITON_INTERPRET=1`` can run: Triton's own must have been, too."""
     if "triton" not in sys.modules:
         return True

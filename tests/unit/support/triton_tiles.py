@@ -5,7 +5,6 @@ On a GPU the shipped tiles run; elsewhere the interpreter runs small ones.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from typing import Any
 
@@ -13,27 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.support.interpreter import may_interpret
+from tests.unit.support.interpreter import GPU, defining_kernels
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("needs Triton", allow_module_level=True)
-GPU = torch.cuda.is_available()
-if not GPU and not may_interpret():
-    # Not a skip: it would hide that the whole backend goes untested.
-    pytest.fail("Triton was imported before this module could set TRITON_INTERPRET=1; set it for the whole run")
-with pytest.MonkeyPatch.context() as environment:
-    if not GPU:
-        # Read when kernels are defined.
-        environment.setenv("TRITON_INTERPRET", "1")
+with defining_kernels():
     from ds_muon.orthogonalize import triton_backend
-    from ds_muon.orthogonalize.triton_backend import (
-        POINTERS,
-        POINTERS_FP32,
-        QUARTERS,
-        SMALL,
-        WIDE,
-        Tile,
-    )
+    from ds_muon.orthogonalize.tiles import POINTERS, POINTERS_FP32, QUARTERS, SMALL, WIDE, Tile
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
 HOPPER = GPU and torch.cuda.get_device_capability()[0] == 9

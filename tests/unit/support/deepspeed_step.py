@@ -1,8 +1,8 @@
-"""All that ``step`` and ``load_state_dict`` of DeepSpeed's ZeRO optimizer do, and where this package does it.
+"""All that ``step`` and ``load_state_dict`` of DeepSpeed's ZeRO optimizer do, and where ds_muon does it.
 
 This is data for whoever moves to another DeepSpeed. A test compares the keys with the source of the installed release,
 and fails if that does more. A key is a method of the optimizer that is called, an attribute that is set, or a function
-of its module. A value is the place in this package ("" for none) and a remark, such as why nothing is done.
+of its module. A value is the place in ds_muon ("" for none) and a remark, such as why nothing is done.
 """
 
 from __future__ import annotations
