@@ -72,8 +72,8 @@ class WholeCheckpoints(TorchCheckpointEngine):  # type: ignore[misc]
         unfinished = target.with_name(f".{target.name}.unfinished")
         self._unfinished[unfinished] = target
         try:
-            with on_disk(unfinished) as stream:
-                torch.save(state_dict, stream, _use_new_zipfile_serialization=self.zipfile_serialization)
+            with on_disk(unfinished) as file:
+                torch.save(state_dict, file, _use_new_zipfile_serialization=self.zipfile_serialization)
             if not self._together:
                 rename(self._unfinished.items())
         except Exception as error:
@@ -114,8 +114,8 @@ class WholeCheckpoints(TorchCheckpointEngine):  # type: ignore[misc]
         path, unfinished, error = Path(save_dir, "latest"), Path(save_dir, ".latest.unfinished"), None
         if dist.get_rank() == 0:
             try:
-                with on_disk(unfinished) as stream:
-                    stream.write(tag.encode())
+                with on_disk(unfinished) as file:
+                    file.write(tag.encode())
                 rename([(unfinished, path)])
             except Exception as caught:  # whatever it is, no rank may be left waiting
                 error = OSError(f"{path} could not be written: {caught}")
