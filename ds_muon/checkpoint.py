@@ -114,20 +114,20 @@ def check_before_loading(engine: Any, load_dir: str, tag: str, *, with_scheduler
             raise FileNotFoundError(f"{folder}: there is no such checkpoint")
         facts = files.deal()
     except Exception as caught:  # whatever it is, no rank may be left waiting
-        error = _explained(caught, folder)
+        error = explained(caught, folder)
     raise_together(error, group)
     seen = gather((str(tag), facts), group)
     try:
         found = _fit(engine, files, seen, with_scheduler)
     except Exception as caught:
-        error = _explained(caught, folder)
+        error = explained(caught, folder)
     raise_together(error, group)
     assert found is not None
-    _say_what_changes(found, engine.optimizer)
+    say_what_changes(found, engine.optimizer)
     return found
 
 
-def _explained(error: Exception, folder: Path) -> Exception:
+def explained(error: Exception, folder: Path) -> Exception:
     if isinstance(error, Misfit):
         return ValueError(f"the checkpoint {folder} does not fit the optimizer: {error}. {WEIGHTS_ONLY}")
     return error
@@ -158,12 +158,33 @@ def _fit(engine: Any, files: Shards, seen: Sequence[tuple[str, Mapping[int, Fact
         return files.opened[k]
 
     whole = opened(home)
+    sources = fit_groups(engine, whole, with_scheduler=with_scheduler)
+    ours, states = layout(zero), states_of(whole)
+    files.check_weights(facts[0].save)
+
+    numels = {name: p.numel() for params in zero.bit16_groups for p in params for name in (zero.param_names[p],)}
+    saved_buffers = Buffers(whole[LAYOUT], partition_sizes(states))
+    to_hold = tuple(pieces(saved_buffers, Buffers(ours, zero.partition_size), numels, rank))
+    shards = {k: opened(k) for k in sorted({home, *(piece.shard for piece in to_hold)})}
+    return Found(shards, home, to_hold, sources, rows_of(whole[SHARD]["params"]))
+
+
+def fit_groups(engine: Any, whole: Mapping[str, Any], *, with_scheduler: bool) -> tuple[int, ...]:
+    """For each of our param groups, the saved one whose rates and settings it takes over.
+
+    Args:
+        whole: layout, description and optimizer's state, as a shard has them.
+
+    Raises:
+        Misfit: what does not fit.
+    """
+    zero = engine.optimizer
     model = {name for name, _ in engine.module.named_parameters()}
     ours = layout(zero)
     saved_groups, groups = whole[deepspeed_zero.BASE_OPTIMIZER_STATE]["param_groups"], zero.optimizer.param_groups
     if difference := (
-        _other_parameters(whole[LAYOUT], ours, model)
-        or _other_shapes(whole[SHARD]["params"], description(zero, None)["params"])
+        other_parameters(whole[LAYOUT], ours, model)
+        or other_shapes(whole[SHARD]["params"], description(zero, None)["params"])
         or _other_groups(whole[LAYOUT], ours, saved_groups, groups)
     ):
         raise Misfit(difference)
@@ -181,13 +202,7 @@ def _fit(engine: Any, files: Shards, seen: Sequence[tuple[str, Mapping[int, Fact
             f"it was saved with other param groups, for each of which the scheduler, a {scheduler}, keeps rates of its "
             "own; pass the param groups it was saved with, or load_lr_scheduler_states=False"
         )
-    files.check_weights(facts[0].save)
-
-    numels = {name: p.numel() for params in zero.bit16_groups for p in params for name in (zero.param_names[p],)}
-    saved_buffers = Buffers(whole[LAYOUT], partition_sizes(states))
-    to_hold = tuple(pieces(saved_buffers, Buffers(ours, zero.partition_size), numels, rank))
-    shards = {k: opened(k) for k in sorted({home, *(piece.shard for piece in to_hold)})}
-    return Found(shards, home, to_hold, tuple(sources), _rows(whole[SHARD]["params"]))
+    return tuple(sources)
 
 
 def _check_complete(files: Shards, facts: Mapping[int, Facts]) -> None:
@@ -217,7 +232,7 @@ def _check_complete(files: Shards, facts: Mapping[int, Facts]) -> None:
             raise Misfit(f"{path} holds other parameters than {files.path_of(0)}, or cut in another way")
 
 
-def _other_shapes(saved: Sequence[Sequence[Any]], ours: Sequence[Sequence[Any]]) -> str | None:
+def other_shapes(saved: Sequence[Sequence[Any]], ours: Sequence[Sequence[Any]]) -> str | None:
     then = {name: (shape, rows) for group in saved for name, shape, rows in group}
     for group in ours:
         for name, shape, rows in group:
@@ -266,7 +281,7 @@ def _keeps_a_list(scheduler: Any) -> str | None:
     return type(scheduler).__name__ if any(isinstance(value, list | tuple) for value in values) else None
 
 
-def _rows(params: Sequence[Sequence[Any]]) -> dict[str, tuple[int, int, int]]:
+def rows_of(params: Sequence[Sequence[Any]]) -> dict[str, tuple[int, int, int]]:
     """See ``Found.rows``."""
     rows = {}
     for j, group in enumerate(params):
@@ -277,7 +292,7 @@ def _rows(params: Sequence[Sequence[Any]]) -> dict[str, tuple[int, int, int]]:
     return rows
 
 
-def _say_what_changes(found: Found, zero: Any) -> None:
+def say_what_changes(found: Found, zero: Any) -> None:
     states = states_of(found.whole)
     saved = {state["momentum_buffer"].dtype for state in states if "momentum_buffer" in state}
     ours = zero.optimizer.momentum_buffer(0).dtype
@@ -308,7 +323,7 @@ def _is_kept_from_decay(group: Mapping[str, Any]) -> bool:
     return str(group.get("name", "")).endswith(f"-{NO_DECAY}")
 
 
-def _other_parameters(saved: Offsets, ours: Offsets, model: set[str]) -> str | None:
+def other_parameters(saved: Offsets, ours: Offsets, model: set[str]) -> str | None:
     """The parameters that only one of the two runs trains; None if there are none.
 
     Args:
