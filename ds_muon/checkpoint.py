@@ -6,7 +6,7 @@ leave the checkpoint's weights beside another optimizer state, and might stop on
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ds_muon.agree import gather, raise_together
 from ds_muon.dtypes import name_of
-from ds_muon.optimizer import ORIGIN, state_differences
+from ds_muon.optimizer import ORIGIN
 from ds_muon.param_groups import NO_DECAY
 from ds_muon.reshard import Buffers, Offsets, Piece, pieces
 from ds_muon.say import say
@@ -192,7 +192,7 @@ def fit_groups(engine: Any, whole: Mapping[str, Any], *, with_scheduler: bool) -
     sources = _sources(whole[LAYOUT], ours, saved_groups, states)
     for i, source in enumerate(sources):
         (p,) = groups[i]["params"]
-        for difference in state_differences(saved_groups[source], states[source], groups[i], zero.optimizer.state[p]):
+        for difference in _state_differences(saved_groups[source], states[source], groups[i], zero.optimizer.state[p]):
             raise Misfit(f"it was saved by another optimizer or variant: {difference}")
     if not zero.compute_grad_norm and whole[deepspeed_zero.CLIP_GRAD] > 0:
         raise Misfit("it was saved with gradient_clipping, which zero_optimization.compute_grad_norm = false forbids")
@@ -374,3 +374,23 @@ def _other_groups(
                 "no_decay_params it was saved with"
             )
     return None
+
+
+def _state_differences(
+    saved_group: Mapping[str, Any], theirs: Mapping[str, Any], group: Mapping[str, Any], mine: Mapping[str, Any]
+) -> Iterator[str]:
+    """Why the state of a saved group is none for the parameters of ``group``, wherever they are cut.
+
+    Args:
+        theirs, mine: the state that was saved, and this optimizer's, by key.
+    """
+    if group["use_muon"] and ("row_variance" in theirs) != ("row_variance" in mine):
+        names = ['"normuon"' if "row_variance" in state else '"muon"' for state in (theirs, mine)]
+        yield f"its variant is {names[0]}, this optimizer's {names[1]}; set optimizer.params.variant to {names[0]}"
+    if theirs.keys() != mine.keys():
+        yield f"its state has {sorted(theirs)}, this optimizer's has {sorted(mine)}"
+    for key in ("use_muon", "momentum", "nesterov"):
+        if key in group and key not in saved_group:
+            yield f"its param groups have no {key!r}"
+    if saved_group.get("use_muon") != group["use_muon"]:
+        yield "a group of matrices was AdamW's, or the other way round"
