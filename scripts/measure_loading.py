@@ -3,8 +3,8 @@
     scripts/measure_loading.py [--layers 24] [--width 1024] [--pairs 2:1 1:2] [--direct] [--folder /tmp/loading]
 
 Saves a model of ``layers`` blocks of 12 width^2 elements, and loads it at another number of ranks, on CPU. With
-``--direct`` DSMuon's ordinary checkpoints only. Prints seconds, and the most memory that a rank, or the conversion, holds of its own while it runs: above what it had
-before, pages of files apart.
+``--direct`` DSMuon's ordinary checkpoints only. Prints seconds, and the most memory that a rank, or the conversion,
+holds of its own while it runs: above what it had before, pages of files apart.
 """
 
 from __future__ import annotations
