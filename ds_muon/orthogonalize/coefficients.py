@@ -38,8 +38,8 @@ def _with_safety(triples: Sequence[Triple], factor: float) -> tuple[Triple, ...]
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 
 COEFFICIENTS: dict[str, CoefficientTable] = {
-    # Chosen for its slope at zero, not for convergence: singular values from 0.007 on end anywhere between 0.68 and 1.14,
-    # and smaller ones at up to 1.20, the maximum of p, at 0.5545.
+    # Chosen for its slope at zero, not for convergence: singular values from 0.007 on end anywhere between 0.68 and
+    # 1.14, and smaller ones at up to 1.20, the maximum of p, at 0.5545.
     "quintic": CoefficientTable(
         triples=(_QUINTIC,),
         source="Keller Jordan, Muon (2024), https://kellerjordan.github.io/posts/muon/",
