@@ -22,6 +22,7 @@ from ds_muon.optimizer import DSMuon
 from ds_muon.shards import layout
 from tests.unit.ranks.test_any_size import (
     CONFIG,
+    IN_TURNS,
     KINDS,
     LAYOUTS,
     SCHEDULER,
@@ -31,6 +32,7 @@ from tests.unit.ranks.test_any_size import (
     Layers,
     by_name,
     forget,
+    load_by_other_blocks,
     run,
     save_layers,
     settings,
@@ -104,6 +106,14 @@ def test_a_run_goes_on_from_the_universal_layout_as_the_one_that_stayed(
         said = [f"momentum, {momentum[0]}, is converted to {momentum[1]}"] if momentum[0] != momentum[1] else []
         said += ["saved with other param groups"] if groups[0] != groups[1] else []
         assert len(lines) == len(said) and all(map(str.__contains__, lines, said))
+
+
+def test_moments_of_other_outputs_are_refused_in_the_universal_layout_too(
+    saved: Callable[..., tuple[str, list[Any]]],
+) -> None:
+    folder, _ = saved(2, 1, "normuon, blocks", "float32", "float32", 2, "plain")
+    for said in run_ranks(2, load_by_other_blocks, folder, "normuon", IN_TURNS):
+        assert "'p2' has other outputs there" in said
 
 
 def run_kinds(folder: str, seed: int, how: dict[str, bool] | None, config: dict[str, Any]) -> dict[str, Any]:
