@@ -126,6 +126,13 @@ class Piece:
                 labels[index] = number
         return labels
 
+    def holding(self, elements: Tensor) -> list[int]:
+        """The numbers of the matrices in which elements lie, by their places, (n,) int64, in the flattened piece."""
+        if not self.strips:
+            return [0]
+        labels, along = self.labels(), elements % self.cols if self.axis else elements // self.cols
+        return sorted({labels[index] for index in along.tolist()})
+
 
 def _indexed(tensor: str, index: tuple[int, ...]) -> str:
     return f"{tensor}[{','.join(map(str, index))}]" if index else tensor
