@@ -141,6 +141,34 @@ def test_buffers_and_tied_frozen_and_empty_parameters_are_loaded(tmp_path: Path)
         assert all(torch.equal(now["weight"][name], then["model"][name].float()) for name in now["weight"])
 
 
+def load_both_ways(folder: str) -> tuple[list[str], list[int]]:
+    """What is said of what is newer, and which step is loaded, by the universal layout's name and by the usual one."""
+    lines: list[str] = []
+    steps = []
+    for config in ({**CONFIG, **UNIVERSAL}, CONFIG):
+        engine = start(Layers(), config)
+        with mock.patch("ds_muon.registration.say", lines.append):
+            engine.load_checkpoint(folder)
+        steps.append(engine.global_steps)
+        if len(steps) == 1:
+            assert not lines
+            train_step(engine, torch.ones(4, 16, device=engine.device, dtype=torch.bfloat16))
+            engine.save_checkpoint(folder)
+            with mock.patch("ds_muon.registration.say", lines.append):
+                engine.load_checkpoint(folder)
+            steps.append(engine.global_steps)
+        engine.destroy()
+    return lines, steps
+
+
+def test_it_is_said_where_load_universal_passes_over_what_was_saved_last(tmp_path: Path) -> None:
+    run_ranks(3, save_layers, str(tmp_path / "run"))
+    folder = converted("to-universal", tmp_path / "run", tmp_path / "universal")
+    for lines, steps in run_ranks(2, load_both_ways, folder):
+        assert steps == [2, 2, 3]
+        assert len(lines) == 1 and "takes 'step2', which latest_universal names, and not 'global_step3'" in lines[0]
+
+
 def test_the_files_are_those_that_other_tools_read(saved: Callable[..., tuple[str, list[Any]]]) -> None:
     folder, (before, *_) = saved(3, 1, "muon", "bfloat16", "float32", 2, "round robin")
     tag = Path(folder, Path(folder, "latest_universal").read_text())
