@@ -296,34 +296,6 @@ def test_gradients_and_weights_are_read_and_set_through_deepspeed(stage: int, op
             assert all(torch.equal(w, found[key][name]) for name, w in weights.items()), key
 
 
-def accumulate(config: dict[str, Any], micro_batches: int, factor: float) -> dict[str, Tensor]:
-    """Two steps, each of some micro-batches, or of one whose gradients are ``factor`` times the sum of theirs."""
-    engine = start(PrescribedGradients(SHAPES), config)
-    managed = config.get("managed_gradient_accumulation", True)
-    for step in range(2):
-        batches = [gradients_of(engine, 10 * step + i) for i in range(2)]
-        if micro_batches == 1:
-            batches = [[factor * sum(gs) for gs in zip(*batches, strict=True)]]  # type: ignore[misc]
-        for gradients in batches:
-            engine.backward(engine(gradients))
-            if managed:
-                engine.step()
-        if not managed:
-            engine.step()
-    assert is_bound(engine)
-    return full_weights(engine)
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("managed", [True, False])
-def test_several_backwards_make_one_step(managed: bool, stage: int, optimizer: str) -> None:
-    how = {"gradient_accumulation_steps": 2} if managed else {"managed_gradient_accumulation": False}
-    found = run_ranks(2, accumulate, config_of(optimizer, stage=stage, **how), 2, 1.0)[0]
-    at_once = run_ranks(2, accumulate, config_of(optimizer, stage=stage), 1, 0.5 if managed else 1.0)[0]
-    assert all(torch.equal(w, at_once[name]) for name, w in found.items())
-
-
 def freeze(config: dict[str, Any], frozen: bool) -> tuple[dict[str, Tensor], list[str]]:
     """After the first step a matrix and a vector are frozen, or get zero gradients."""
     engine = start(PrescribedGradients(SHAPES), config)
