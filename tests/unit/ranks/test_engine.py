@@ -6,12 +6,11 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 
-from ds_muon.verify import UpdateCheck, UpdateRecord
+from ds_muon.verify import UpdateRecord
 from tests.unit.support.cases import in_turns
 from tests.unit.support.checked import assert_right, check_block, check_prescribed
-from tests.unit.support.models import Block, PrescribedGradients, ds_config, sequence_parallel, start, train_step
+from tests.unit.support.models import PrescribedGradients, ds_config, sequence_parallel, start
 from tests.unit.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
