@@ -1,4 +1,4 @@
-"""What shards say of themselves, and whether a checkpoint fits the engine, checked before anything is loaded.
+"""Whether a checkpoint fits the engine, checked before anything is loaded.
 
 DeepSpeed's engine loads weights, scheduler and counters first, and the state of ZeRO last. An error at the end would
 leave the checkpoint's weights beside another optimizer state, and might stop one rank only.
@@ -6,8 +6,6 @@ leave the checkpoint's weights beside another optimizer state, and might stop on
 
 from __future__ import annotations
 
-import hashlib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,17 +18,11 @@ from torch import Tensor
 
 from ds_muon.agree import gather, raise_together
 from ds_muon.dtypes import name_of
-from ds_muon.optimizer import CUT_STATE, ORIGIN, state_differences
+from ds_muon.optimizer import ORIGIN, state_differences
 from ds_muon.param_groups import NO_DECAY
 from ds_muon.reshard import Buffers, Offsets, Piece, pieces
 from ds_muon.say import say
-
-LAYOUT = "ds_muon_layout"
-"""Key in a checkpoint's shard: the ``layout`` that it was saved with."""
-SHARD = "ds_muon_shard"
-"""Key in a checkpoint's shard: its ``description``."""
-FORMAT = 1
-"""Number of the format of both. A later ds_muon may write a larger one, which this one refuses."""
+from ds_muon.shards import LAYOUT, SHARD, Facts, Misfit, Shards, description, layout, partition_sizes, states_of
 
 WEIGHTS_ONLY = (
     "To go on from its weights alone, with a new optimizer: engine.load_checkpoint(..., load_module_only=True), with "
@@ -38,18 +30,6 @@ WEIGHTS_ONLY = (
     "load_module_only=True); with Hugging Face's Trainer, load the model by "
     "from_pretrained from the checkpoint's folder and leave out resume_from_checkpoint"
 )
-
-
-@dataclass(frozen=True)
-class Save:
-    """One call of ``save_checkpoint``: a number that it shares with no other, and when it was."""
-
-    number: str
-    tag: str
-    step: int
-
-    def __str__(self) -> str:
-        return f"step {self.step}, as tag {self.tag!r}"
 
 
 @dataclass(frozen=True)
@@ -75,6 +55,11 @@ class Found:
         """The shard from which this rank takes what is the same in all."""
         return self.shards[self.home]
 
+    def is_of_dtype(self, dtype: torch.dtype) -> bool:
+        """Whether the model's weights had this dtype when they were saved."""
+        ours = name_of(dtype)
+        return bool(self.whole[SHARD].get("dtype", ours) == ours)
+
     @property
     def groups(self) -> list[Mapping[str, Any]]:
         """What each param group takes over."""
@@ -88,55 +73,18 @@ class Found:
 
     def state(self, piece: Piece, key: str) -> Tensor:
         """A piece of the optimizer's state: (numel,)."""
-        flat: Tensor = _states(self.shards[piece.shard])[piece.saved_group][key]
+        flat: Tensor = states_of(self.shards[piece.shard])[piece.saved_group][key]
         return flat.narrow(0, piece.saved_offset, piece.numel)
 
     def whole_state(self, source: int, key: str) -> Tensor:
         """State of a saved param group that is not cut."""
-        state: Tensor = _states(self.whole)[source][key]
+        state: Tensor = states_of(self.whole)[source][key]
         return state
 
     def row_variance(self, name: str) -> Tensor:
         """NorMuon's moments of one matrix: (rows,)."""
         source, first, count = self.rows[name]
         return self.whole_state(source, "row_variance").view(-1).narrow(0, first, count)
-
-
-class _Misfit(Exception):
-    """Why the checkpoint does not fit."""
-
-
-# ---- saving ---------------------------------------------------------------------------------------------------------
-
-
-def layout(zero: Any) -> Offsets:
-    """For each param group of a ZeRO optimizer, name and offset of its parameters in flat order."""
-    groups = zip(zero.round_robin_bit16_groups, zero.round_robin_bit16_offsets, strict=True)
-    return [
-        [(zero.param_names[p], int(offset)) for p, offset in zip(group, offsets, strict=True)]
-        for group, offsets in groups
-    ]
-
-
-def description(zero: Any, save: Save | None) -> dict[str, Any]:
-    """What a shard says of itself, beside its layout: whose it is, of which save, and what lies in it.
-
-    ``params`` lists, for each param group in its own order, name, shape and, of a matrix of Muon's, number of outputs.
-    """
-    rows = Counter({unit.tensor: 0 for unit in zero.plan.units})
-    for unit in zero.plan.units:
-        rows[unit.tensor] += sum(matrix.sides[0] for matrix in unit.matrices)
-    group = zero.dp_process_group
-    return {
-        "format": FORMAT,
-        "rank": dist.get_rank(group),
-        "ranks": dist.get_world_size(group),
-        "save": None if save is None else (save.number, save.tag, save.step),
-        "params": [
-            [(name := zero.param_names[p], tuple(p.shape), rows.get(name, 0)) for p in params]
-            for params in zero.bit16_groups
-        ],
-    }
 
 
 # ---- before loading -------------------------------------------------------------------------------------------------
@@ -157,9 +105,9 @@ def check_before_loading(engine: Any, load_dir: str, tag: str, *, with_scheduler
         FileNotFoundError: there is no such checkpoint.
     """
     group, folder = engine.optimizer.dp_process_group, Path(load_dir, str(tag))
-    files = _Files(engine, load_dir, tag)
+    files = Shards(engine, load_dir, tag)
     error: Exception | None = None
-    facts: dict[int, _Facts] = {}
+    facts: dict[int, Facts] = {}
     found: Found | None = None
     try:
         if not folder.is_dir():
@@ -175,122 +123,39 @@ def check_before_loading(engine: Any, load_dir: str, tag: str, *, with_scheduler
         error = _explained(caught, folder)
     raise_together(error, group)
     assert found is not None
-    _say_what_changes(found, engine.optimizer.optimizer)
+    _say_what_changes(found, engine.optimizer)
     return found
 
 
 def _explained(error: Exception, folder: Path) -> Exception:
-    if isinstance(error, _Misfit):
+    if isinstance(error, Misfit):
         return ValueError(f"the checkpoint {folder} does not fit the optimizer: {error}. {WEIGHTS_ONLY}")
     return error
 
 
-@dataclass(frozen=True)
-class _Facts:
-    """What shards of one save have in common, but for the rank."""
-
-    rank: int
-    ranks: int
-    save: Save | None
-    content: str
-
-
-class _Files:
-    """The shards of a checkpoint, opened when they are asked for."""
-
-    def __init__(self, engine: Any, load_dir: str, tag: str) -> None:
-        self._engine, self._load_dir, self._tag = engine, load_dir, tag
-        self.shards: dict[int, dict[str, Any]] = {}
-
-    def path_of(self, rank: int, *, other_precision: bool = False) -> Path:
-        engine = self._engine
-        bf16 = engine.bfloat16_enabled() is not other_precision
-        mp_rank = engine.checkpoint_mp_rank
-        return Path(engine._get_rank_zero_ckpt_name(self._load_dir, self._tag, mp_rank, rank, bf16))
-
-    def deal(self) -> dict[int, _Facts]:
-        """The facts of every world-size-th shard, as far as there are any: all ranks together look at all."""
-        zero = self._engine.optimizer
-        k, step = dist.get_rank(zero.dp_process_group), dist.get_world_size(zero.dp_process_group)
-        facts = {}
-        while self.path_of(k).exists():
-            facts[k] = self.open(k)
-            k += step
-        return facts
-
-    def open(self, k: int) -> _Facts:
-        """Read the shard of rank ``k`` into ``shards``.
-
-        Raises:
-            _Misfit: it is not of this optimizer.
-            ValueError: it cannot be read.
-        """
-        path = self.path_of(k)
-        saved = _read(self._engine, path)
-        shard = saved["optimizer_state_dict"]
-        if LAYOUT not in shard:
-            raise _Misfit(f"it was saved by another optimizer, {_optimizer_of(saved)}, and not by DSMuon")
-        said = shard.get(SHARD) or self._of_unsaid(k, shard)
-        if said["format"] > FORMAT:
-            raise _Misfit(f"{path} has format {said['format']}, of a later ds_muon; this one reads up to {FORMAT}")
-        # A shard without a description gets one, which loading reads.
-        self.shards[k] = {**shard, SHARD: said}
-        states = [{key: tuple(value.shape) for key, value in state.items()} for state in _states(shard)]
-        content = repr((shard[LAYOUT], said["params"], states))
-        save = None if said["save"] is None else Save(*said["save"])
-        return _Facts(said["rank"], said["ranks"], save, hashlib.sha256(content.encode()).hexdigest())
-
-    def _of_unsaid(self, k: int, shard: Mapping[str, Any]) -> dict[str, Any]:
-        ours = description(self._engine.optimizer, None)
-        if shard[LAYOUT] != layout(self._engine.optimizer) or ours["ranks"] != max(
-            shard[deepspeed_zero.PARTITION_COUNT]
-        ):
-            raise _Misfit(
-                f"{self.path_of(k)} does not say what lies in it: it is of an early ds_muon, and loads only with the "
-                "world size, param groups, zero_optimization.round_robin_gradients and parameter_alignment that it was "
-                "saved with; load it so, and save it again"
-            )
-        return {**ours, "rank": k}
-
-    def step_of_weights(self) -> tuple[Path, Any]:
-        """The file of the model's weights, and the step at which it was saved."""
-        path = Path(self._engine._get_ckpt_name(self._load_dir, self._tag))
-        return path, _read(self._engine, path).get("global_steps")
-
-
-def _states(shard: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The optimizer's state of each param group."""
-    base = shard[deepspeed_zero.BASE_OPTIMIZER_STATE]
-    return [base["state"].get(key, {}) for group in base["param_groups"] for key in group["params"]]
-
-
-def _partition_sizes(states: Sequence[Mapping[str, Any]]) -> list[int]:
-    return [next((state[key].numel() for key in state.keys() & CUT_STATE), 0) for state in states]
-
-
-def _fit(engine: Any, files: _Files, seen: Sequence[tuple[str, Mapping[int, _Facts]]], with_scheduler: bool) -> Found:
+def _fit(engine: Any, files: Shards, seen: Sequence[tuple[str, Mapping[int, Facts]]], with_scheduler: bool) -> Found:
     """What this rank will read.
 
     Args:
         seen: by rank, the tag that it loads and the facts of the shards that it has looked at.
 
     Raises:
-        _Misfit: what does not fit.
+        Misfit: what does not fit.
     """
     zero = engine.optimizer
     rank = dist.get_rank(zero.dp_process_group)
     for other, (tag, _) in enumerate(seen):
         if tag != seen[0][0]:
-            raise _Misfit(f"rank 0 loads the tag {seen[0][0]!r}, and rank {other} {tag!r}; pass the same tag")
+            raise Misfit(f"rank 0 loads the tag {seen[0][0]!r}, and rank {other} {tag!r}; pass the same tag")
     facts = {k: of_shard for _, of_rank in seen for k, of_shard in of_rank.items()}
-    _check_complete(engine, files, facts)
+    _check_complete(files, facts)
     saved_by = facts[0].ranks
     home = rank % saved_by
 
     def opened(k: int) -> Mapping[str, Any]:
-        if k not in files.shards and files.open(k) != facts[k]:
-            raise _Misfit(f"{files.path_of(k)} is another file on this rank than on rank {k % len(seen)}")
-        return files.shards[k]
+        if k not in files.opened and files.open(k) != facts[k]:
+            raise Misfit(f"{files.path_of(k)} is another file on this rank than on rank {k % len(seen)}")
+        return files.opened[k]
 
     whole = opened(home)
     model = {name for name, _ in engine.module.named_parameters()}
@@ -301,66 +166,55 @@ def _fit(engine: Any, files: _Files, seen: Sequence[tuple[str, Mapping[int, _Fac
         or _other_shapes(whole[SHARD]["params"], description(zero, None)["params"])
         or _other_groups(whole[LAYOUT], ours, saved_groups, groups)
     ):
-        raise _Misfit(difference)
-    states = _states(whole)
+        raise Misfit(difference)
+    states = states_of(whole)
     sources = _sources(whole[LAYOUT], ours, saved_groups, states)
     for i, source in enumerate(sources):
         (p,) = groups[i]["params"]
         for difference in state_differences(saved_groups[source], states[source], groups[i], zero.optimizer.state[p]):
-            raise _Misfit(f"it was saved by another optimizer or variant: {difference}")
+            raise Misfit(f"it was saved by another optimizer or variant: {difference}")
     if not zero.compute_grad_norm and whole[deepspeed_zero.CLIP_GRAD] > 0:
-        raise _Misfit("it was saved with gradient_clipping, which zero_optimization.compute_grad_norm = false forbids")
+        raise Misfit("it was saved with gradient_clipping, which zero_optimization.compute_grad_norm = false forbids")
     same_groups = _are_the_same_groups(sources, saved_groups)
     if not same_groups and with_scheduler and (scheduler := _keeps_a_list(engine.lr_scheduler)):
-        raise _Misfit(
+        raise Misfit(
             f"it was saved with other param groups, for each of which the scheduler, a {scheduler}, keeps rates of its "
             "own; pass the param groups it was saved with, or load_lr_scheduler_states=False"
         )
-    if facts[0].save is not None:
-        path, step = files.step_of_weights()
-        if step is not None and step != facts[0].save.step:
-            raise _Misfit(f"{path} is of step {step}, and {files.path_of(0)} of {facts[0].save}")
+    files.check_weights(facts[0].save)
 
     numels = {name: p.numel() for params in zero.bit16_groups for p in params for name in (zero.param_names[p],)}
-    saved_buffers = Buffers(whole[LAYOUT], _partition_sizes(states))
+    saved_buffers = Buffers(whole[LAYOUT], partition_sizes(states))
     to_hold = tuple(pieces(saved_buffers, Buffers(ours, zero.partition_size), numels, rank))
     shards = {k: opened(k) for k in sorted({home, *(piece.shard for piece in to_hold)})}
     return Found(shards, home, to_hold, tuple(sources), _rows(whole[SHARD]["params"]))
 
 
-def _check_complete(engine: Any, files: _Files, facts: Mapping[int, _Facts]) -> None:
+def _check_complete(files: Shards, facts: Mapping[int, Facts]) -> None:
     """Refuse shards that are missing, or are not all of one save.
 
     Raises:
-        _Misfit: with the first file at fault.
+        Misfit: with the first file at fault.
     """
-    if 0 not in facts:
-        if files.path_of(0, other_precision=True).exists():
-            is_bf16 = engine.bfloat16_enabled()
-            raise _Misfit(
-                f"it was saved with bf16.enabled = {str(not is_bf16).lower()}, and here it is {str(is_bf16).lower()}"
-            )
-        if not facts:
-            raise _Misfit("it holds weights, but no optimizer state (no file *_optim_states.pt)")
+    if not facts:
+        if not files.weights.exists():
+            raise Misfit("it was not saved to its end: it holds neither weights nor optimizer state")
+        raise Misfit("it holds weights, but no optimizer state (no file *_optim_states.pt)")
     first = facts.get(0, next(iter(facts.values())))
     for k in range(first.ranks):
         path = files.path_of(k)
         if k not in facts:
-            raise _Misfit(f"{path} is missing: it was not saved to its end, or not copied whole")
+            raise Misfit(f"{path} is missing: it was not saved to its end, or not copied whole")
         shard = facts[k]
         if shard.save != first.save or shard.ranks != first.ranks:
-            raise _Misfit(
-                f"{path} is of another save than {files.path_of(0)}: of {_whose(shard)}, and not of {_whose(first)}; "
+            raise Misfit(
+                f"{path} is of another save than {files.path_of(0)}: of {shard}, and not of {first}; "
                 "shards of two saves are mixed up, or it was not saved to its end"
             )
         if shard.rank != k:
-            raise _Misfit(f"{path} is not what rank {k} saved, but rank {shard.rank}; copy that file anew")
+            raise Misfit(f"{path} is not what rank {k} saved, but rank {shard.rank}; copy that file anew")
         if shard.content != first.content:
-            raise _Misfit(f"{path} holds other parameters than {files.path_of(0)}, or cut in another way")
-
-
-def _whose(shard: _Facts) -> str:
-    return f"{f'{shard.save}, ' if shard.save else ''}by {shard.ranks} rank{'s' if shard.ranks > 1 else ''}"
+            raise Misfit(f"{path} holds other parameters than {files.path_of(0)}, or cut in another way")
 
 
 def _other_shapes(saved: Sequence[Sequence[Any]], ours: Sequence[Sequence[Any]]) -> str | None:
@@ -380,7 +234,7 @@ def _sources(
     """For each of our param groups, one of the saved groups in which its parameters were.
 
     Raises:
-        _Misfit: they were in several, of other values.
+        Misfit: they were in several, of other values.
     """
     place = {name: j for j, group in enumerate(saved) for name, _ in group}
     sources = []
@@ -392,7 +246,7 @@ def _sources(
             values = [_values(groups[j], states[j]) for j in (source, place[name])]
             for key in values[0].keys() | values[1].keys():
                 if values[0].get(key) != values[1].get(key):
-                    raise _Misfit(
+                    raise Misfit(
                         f"{first!r} and {name!r} are in one param group here, and were in two with {key} = "
                         f"{values[0].get(key)} and {values[1].get(key)}; pass the param groups it was saved with"
                     )
@@ -423,12 +277,18 @@ def _rows(params: Sequence[Sequence[Any]]) -> dict[str, tuple[int, int, int]]:
     return rows
 
 
-def _say_what_changes(found: Found, optimizer: Any) -> None:
-    states = _states(found.whole)
+def _say_what_changes(found: Found, zero: Any) -> None:
+    states = states_of(found.whole)
     saved = {state["momentum_buffer"].dtype for state in states if "momentum_buffer" in state}
-    ours = optimizer.momentum_buffer(0).dtype
+    ours = zero.optimizer.momentum_buffer(0).dtype
     if saved != {ours}:
         say(f"the checkpoint's momentum, {', '.join(map(name_of, saved))}, is converted to {name_of(ours)}")
+    dtype = zero.bit16_groups_flat[0].dtype
+    if not found.is_of_dtype(dtype):
+        say(
+            f"the checkpoint's model, {found.whole[SHARD]['dtype']}, is loaded in {name_of(dtype)}; the loss scale is "
+            "that of the config"
+        )
     if not _are_the_same_groups(found.sources, states):
         say(
             "the checkpoint was saved with other param groups: each takes the rates and settings that its parameters "
@@ -438,32 +298,6 @@ def _say_what_changes(found: Found, optimizer: Any) -> None:
 
 def _are_the_same_groups(sources: Sequence[int], saved: Sequence[Any]) -> bool:
     return list(sources) == list(range(len(saved)))
-
-
-def _read(engine: Any, path: Path) -> dict[str, Any]:
-    """The contents of a checkpoint's file. If the format allows it, tensors are read only when they are used."""
-    try:
-        try:
-            contents: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-        except RuntimeError:  # another format than torch's present one
-            contents = engine.checkpoint_engine.load(str(path), map_location="cpu")
-    except Exception as error:
-        raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-    return contents
-
-
-def _optimizer_of(saved: Mapping[str, Any]) -> str:
-    """The optimizer that saved a checkpoint, by the config that DeepSpeed saves, else by its state."""
-    config = saved.get("ds_config")
-    section = config.get("optimizer") if isinstance(config, Mapping) else None
-    if isinstance(section, Mapping) and "type" in section:
-        return str(section["type"])
-    base = saved["optimizer_state_dict"].get(deepspeed_zero.BASE_OPTIMIZER_STATE)
-    states = base.get("state", {}).values() if isinstance(base, Mapping) else ()
-    keys = sorted({key for state in states if isinstance(state, Mapping) for key in state})
-    if {"exp_avg", "exp_avg_sq"} <= set(keys):
-        return "Adam or AdamW"
-    return f"whose state is {', '.join(keys)}" if keys else "which has no state"
 
 
 def _half(group: Mapping[str, Any]) -> str:

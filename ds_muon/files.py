@@ -1,4 +1,7 @@
-"""The files that the package writes, all of them by ``writing``: into what the user named, and whole or not at all."""
+"""The files that the package writes: into what the user named, and whole or not at all.
+
+All but checkpoints go by ``writing``; those get their names, by ``rename``, when all ranks have written theirs.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,15 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from ds_muon.say import tell
+
+# What a file system that keeps no bytes in memory may say to ``fsync``.
+_NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 
 
 @contextmanager
@@ -51,6 +57,42 @@ def writing(path: Path) -> Iterator[BinaryIO]:
             shutil.copyfile(unfinished, target)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+@contextmanager
+def on_disk(path: Path) -> Iterator[BinaryIO]:
+    """A stream whose bytes are on the disk, and not only in memory, when the context ends. Overwrites ``path``.
+
+    Raises:
+        OSError: they cannot be.
+    """
+    with path.open("wb") as stream:
+        yield stream
+        stream.flush()
+        try:
+            os.fsync(stream.fileno())
+        except OSError as error:
+            if error.errno not in _NO_SYNC:
+                raise
+
+
+def rename(names: Iterable[tuple[Path, Path]]) -> None:
+    """Give files other names, each at once and in this order, in place of what bears them. So it is on the disk, too.
+
+    Raises:
+        OSError: one cannot be renamed; those before have been.
+    """
+    folders = set()
+    for old, new in names:
+        os.replace(old, new)
+        folders.add(new.parent)
+    for folder in folders:
+        with suppress(OSError):  # some file systems open no folder
+            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -181,24 +181,8 @@ class DSMuon(Optimizer):
             self._adamw.step()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load in place, because ZeRO has linked the state tensors to parameters.
-
-        Raises:
-            ValueError: ``state_dict`` is another optimizer's or variant's. Nothing has been loaded then.
-        """
-        if difference := self.state_difference(state_dict):
-            raise ValueError(f"the state is not that of this optimizer: {difference}")
-        linked = {p: dict(self.state[p]) for group in self.param_groups for p in group["params"]}
-        origins = [{key: group[key] for key in ORIGIN} for group in self.param_groups]
-        super().load_state_dict(state_dict)
-        for group, origin in zip(self.param_groups, origins, strict=True):
-            group.update(origin)
-        for p, tensors in linked.items():
-            for key, tensor in tensors.items():
-                tensor.copy_(self.state[p][key])
-            self.state[p] = tensors
-        # The checkpoint may be of another device, or of a torch whose AdamW reads other keys.
-        self._set_implementation()
+        """Refused: torch's own would put other tensors in the place of those that ZeRO has linked to parameters."""
+        raise NotImplementedError("DSMuon loads no state dict; use engine.load_checkpoint")
 
     def load_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Take over rates and settings, one saved param group for each group."""
@@ -206,31 +190,6 @@ class DSMuon(Optimizer):
             group.update({key: value for key, value in saved.items() if key not in ("params", *ORIGIN)})
         # The checkpoint may be of another device, or of a torch whose AdamW reads other keys.
         self._set_implementation()
-
-    def state_difference(self, state_dict: dict[str, Any]) -> str | None:
-        """Why ``state_dict`` does not fit this optimizer; None if it does."""
-        ours = [(group, self.state[p]) for group in self.param_groups for p in group["params"]]
-        try:
-            state, groups = state_dict["state"], state_dict["param_groups"]
-        except (KeyError, TypeError):
-            return "it is not the state of a torch optimizer, as elastic_checkpoint saves it"
-        saved = [(group, state.get(key, {})) for group in groups for key in group["params"]]
-        return next(_differences(saved, ours), None)
-
-
-_Saved = Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
-
-
-def _differences(saved: _Saved, ours: _Saved) -> Iterator[str]:
-    """Why ``saved`` cannot be loaded as ``ours``: pairs of a param group and the state of its flat parameter."""
-    if len(saved) != len(ours):
-        yield f"it has {len(saved)} param groups, this optimizer has {len(ours)}"
-    for (saved_group, theirs), (group, mine) in zip(saved, ours, strict=False):
-        yield from state_differences(saved_group, theirs, group, mine)
-        for key in theirs.keys() & mine.keys():
-            shapes = [tuple(getattr(state[key], "shape", ())) for state in (theirs, mine)]
-            if shapes[0] != shapes[1]:
-                yield f"its {key} has the shape {shapes[0]}, this optimizer's {shapes[1]}"
 
 
 def state_differences(

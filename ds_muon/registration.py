@@ -1,6 +1,6 @@
 """Binds DSMuon to DeepSpeed's engine: the only module that changes anything of DeepSpeed's or torch's.
 
-Twelve methods of ``DeepSpeedEngine`` are wrapped, and the constructors of the schedulers that take one number for all
+Fifteen methods of ``DeepSpeedEngine`` are wrapped, and the constructors of the schedulers that take one number for all
 param groups. Each wrapper does its part for an engine whose optimizer type is DSMuon, or for a scheduler of DSMuon, and
 for any other does what DeepSpeed or torch does. After ``torch.distributed.init_process_group`` a rank leaves word in
 the group's store that it has imported this package.
@@ -9,12 +9,15 @@ the group's store that it has imported this package.
 from __future__ import annotations
 
 import functools
+import glob
 import inspect
 import logging
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import deepspeed
@@ -24,21 +27,25 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from torch import nn
 from torch.optim import lr_scheduler as torch_schedulers
 
 from ds_muon.agree import RollCall, agree, gather, leave_word, raise_together
 from ds_muon.blocks import described
-from ds_muon.checkpoint import Save, check_before_loading
+from ds_muon.checkpoint import check_before_loading
 from ds_muon.config import OPTIMIZER_TYPE, DSMuonConfig, DSMuonConfigError
 from ds_muon.learning_rates import DEEPSPEED_SCHEDULES, TORCH_SCHEDULES, far_off
 from ds_muon.optimizer import DSMuon
 from ds_muon.param_groups import split_param_groups
 from ds_muon.refusals import SUPPORTED_DEEPSPEED, DSMuonRefusal, config_refusals, may_differ, model_refusals
 from ds_muon.routing import Routing, RoutingError, check_matches, route
+from ds_muon.same_weights import check_same_weights
+from ds_muon.saving import WholeCheckpoints
 from ds_muon.say import log, say
 from ds_muon.schedulers import build, cycle_momentum, dsmuon_in, highest_rates
+from ds_muon.shards import SAVE, Save
 from ds_muon.zero import MuonZeroOptimizer
 
 _REFUSED = "DSMuon refuses this setup:"
@@ -55,10 +62,13 @@ _ENGINE_METHODS = (
     "_scheduler_from_config",
     "_configure_lr_scheduler",
     "load_checkpoint",
+    "_get_all_ckpt_names",
     "_load_checkpoint",
     "_load_zero_checkpoint",
     "load_module_state_dict",
-    "_save_zero_checkpoint",
+    "_configure_checkpointing",
+    "save_checkpoint",
+    "_common_checkpoint_state",
     "zero_load_from_fp32_weights",
     "_get_ckpt_name",
     "_get_rank_zero_ckpt_name",
@@ -164,10 +174,13 @@ def register() -> None:
         _scheduler_from_config,
         _configure_lr_scheduler,
         load_checkpoint,
+        _get_all_ckpt_names,
         _load_checkpoint,
         _load_zero_checkpoint,
         load_module_state_dict,
-        _save_zero_checkpoint,
+        _configure_checkpointing,
+        save_checkpoint,
+        _common_checkpoint_state,
     ):
         _wrap(engine, wrapper.__name__, wrapper)
     for module, schedules in _SCHEDULES:
@@ -346,15 +359,43 @@ def _configure_lr_scheduler(original: Callable[..., None], engine: Any) -> None:
 def load_checkpoint(
     original: Callable[..., Any], engine: Any, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Refuse a folder without the file ``latest`` on some ranks: DeepSpeed's loads nothing there, and others wait."""
-    if tag is None and isinstance(engine.optimizer, MuonZeroOptimizer):
-        there = gather(Path(load_dir, "latest").is_file(), engine.optimizer.dp_process_group)
-        if any(there) and not all(there):
-            raise FileNotFoundError(
-                f"{Path(load_dir, 'latest')} is there on rank {there.index(True)}, and not on rank "
-                f"{there.index(False)}; give every rank the same folder, or pass the tag"
-            )
-    return original(load_dir, tag, *args, **kwargs)
+    """Refuse a folder whose file ``latest`` names no tag, or lacks on some ranks; compare the weights afterwards."""
+    if not isinstance(engine.optimizer, MuonZeroOptimizer):
+        return original(load_dir, tag, *args, **kwargs)
+    if tag is None:
+        _check_latest(Path(load_dir, "latest"), engine.optimizer.dp_process_group)
+    try:
+        path, client_state = original(load_dir, tag, *args, **kwargs)
+    finally:
+        # Files that are mapped into memory must not be held.
+        engine._ds_muon_found = None
+    if path is not None:
+        check_same_weights(engine.optimizer, engine.module)
+    return path, client_state
+
+
+def _check_latest(path: Path, group: dist.ProcessGroup) -> None:
+    """Raise on every rank if the file names no tag, or is there on some ranks only. A collective."""
+    error, named = None, None
+    try:
+        if path.is_file() and not (named := path.read_text().strip()):
+            error = ValueError(f"{path} is empty: what wrote it was stopped; pass the tag of a checkpoint")
+    except Exception as caught:  # whatever it is, no rank may be left waiting
+        error = ValueError(f"{path} cannot be read: {type(caught).__name__}: {caught}; pass the tag of a checkpoint")
+    raise_together(error, group)
+    there = [tag is not None for tag in gather(named, group)]
+    if any(there) and not all(there):
+        raise FileNotFoundError(
+            f"{path} is there on rank {there.index(True)}, and not on rank {there.index(False)}; give every rank the "
+            "same folder, or pass the tag"
+        )
+
+
+def _get_all_ckpt_names(original: Callable[..., Any], engine: Any, checkpoints_path: str, tag: str) -> Any:
+    """Take folder and tag as they are: DeepSpeed looks for the files by a pattern, in which ``[`` and ``*`` count."""
+    if isinstance(engine.optimizer, MuonZeroOptimizer):
+        checkpoints_path, tag = glob.escape(str(checkpoints_path)), glob.escape(str(tag))
+    return original(checkpoints_path, tag)
 
 
 def _load_checkpoint(original: Callable[..., Any], engine: Any, load_dir: str, tag: str, **options: Any) -> Any:
@@ -365,20 +406,14 @@ def _load_checkpoint(original: Callable[..., Any], engine: Any, load_dir: str, t
         engine._ds_muon_found = check_before_loading(engine, load_dir, tag, with_scheduler=with_scheduler)
     elif isinstance(engine.optimizer, MuonZeroOptimizer):
         say("momentum, moments, variances and fp32 weights are not loaded: state stays as it is, zero in a new engine")
-    try:
-        return original(load_dir, tag, **options)
-    except BaseException:
-        engine._ds_muon_found = None
-        raise
+    return original(load_dir, tag, **options)
 
 
 def _load_zero_checkpoint(original: Callable[..., bool], engine: Any, *args: Any, **kwargs: Any) -> bool:
     """Load what ``_load_checkpoint`` has found: DeepSpeed's reads this rank's shard alone, and refuses other sizes."""
     if not isinstance(engine.optimizer, MuonZeroOptimizer):
         return original(*args, **kwargs)
-    # Files that are mapped into memory must not be held: the next save may overwrite them.
-    found, engine._ds_muon_found = engine._ds_muon_found, None
-    engine.optimizer.load_found(found, from_fp32_weights=engine.zero_load_from_fp32_weights())
+    engine.optimizer.load_found(engine._ds_muon_found, from_fp32_weights=engine.zero_load_from_fp32_weights())
     return True
 
 
@@ -395,17 +430,62 @@ def load_module_state_dict(
     original(checkpoint, *args, **kwargs)
 
 
-def _save_zero_checkpoint(original: Callable[..., None], engine: Any, save_path: str, tag: str) -> None:
-    """Let every shard say which save it is of."""
-    optimizer = engine.optimizer
-    if not isinstance(optimizer, MuonZeroOptimizer):
-        return original(save_path, tag)
-    number = gather(uuid.uuid4().hex, optimizer.dp_process_group)[0]
-    optimizer.save = Save(number, str(tag), engine.global_steps)
+def _configure_checkpointing(original: Callable[..., None], engine: Any) -> None:
+    """Save whole checkpoints, if DeepSpeed would save them by torch."""
+    original()
+    if isinstance(engine.optimizer, MuonZeroOptimizer) and type(engine.checkpoint_engine) is TorchCheckpointEngine:
+        engine.checkpoint_engine = WholeCheckpoints(engine.checkpoint_engine, engine.optimizer.dp_process_group)
+
+
+def save_checkpoint(
+    original: Callable[..., bool],
+    engine: Any,
+    save_dir: str,
+    tag: str | None = None,
+    client_state: Mapping[str, Any] = MappingProxyType({}),
+    save_latest: bool = True,
+    exclude_frozen_parameters: bool = False,
+) -> bool:
+    """Let every file say which save it is of, and move ``latest`` when all ranks have written theirs."""
+    zero = engine.optimizer
+    if not isinstance(zero, MuonZeroOptimizer):
+        return original(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+    tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    save = Save(_of_one_tag(tag, save_latest, zero.dp_process_group), tag, engine.global_steps)
+    files, whole = engine.checkpoint_engine, isinstance(engine.checkpoint_engine, WholeCheckpoints)
+    zero.save = save
     try:
-        original(save_path, tag)
+        with files.together() if whole else nullcontext():
+            done = original(save_dir, tag, client_state, save_latest and not whole, exclude_frozen_parameters)
+        if save_latest and whole:
+            files.set_latest(save_dir, tag)
     finally:
-        optimizer.save = None
+        zero.save = None
+    return done
+
+
+def _of_one_tag(tag: str, save_latest: bool, group: dist.ProcessGroup) -> str:
+    """A number for the save, if all ranks save the same tag, and one that can be loaded. A collective."""
+    tags = gather((tag, uuid.uuid4().hex), group)
+    for rank, (other, _) in enumerate(tags):
+        if other != tags[0][0]:
+            raise ValueError(f"rank 0 saves the tag {tags[0][0]!r}, and rank {rank} {other!r}; pass the same tag")
+    if (save_latest and tag != tag.strip()) or not tag:
+        raise ValueError(
+            f"tag = {tag!r} would not be found again: DeepSpeed drops blanks at its ends, and takes an empty one for "
+            "none; pass another tag"
+        )
+    return tags[0][1]
+
+
+def _common_checkpoint_state(
+    original: Callable[..., dict[str, Any]], engine: Any, *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    """What the file of the weights says beside them."""
+    state, zero = original(*args, **kwargs), engine.optimizer
+    if isinstance(zero, MuonZeroOptimizer) and zero.save is not None:
+        state[SAVE] = zero.save.as_saved()
+    return state
 
 
 # ---- preparation ----------------------------------------------------------------------------------------------------

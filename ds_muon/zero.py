@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.checkpoint.constants import LOSS_SCALER
 from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from torch import Tensor
 
 from ds_muon.agree import raise_together
 from ds_muon.capture import NanCapture
-from ds_muon.checkpoint import LAYOUT, SHARD, Found, Save, description, layout
+from ds_muon.checkpoint import Found
 from ds_muon.exchange import element_bytes
 from ds_muon.guard import Findings, StepGuard, Verdict
 from ds_muon.layout import outputs
@@ -35,8 +36,10 @@ from ds_muon.optimizer import CUT_STATE, LARGEST_IN_LIST, DSMuon
 from ds_muon.orthogonalize import release
 from ds_muon.passes import sum_of_squares
 from ds_muon.plan.partition import Plan, flat_layout, make_plan
+from ds_muon.progress import Progress
 from ds_muon.ranges import profiled
 from ds_muon.refusals import NO_GRADIENTS, SUPPORTED_DEEPSPEED, DSMuonRefusal, nothing_to_step_on, step_refusal
+from ds_muon.shards import LAYOUT, SHARD, Save, description, layout
 from ds_muon.skipped import Skips, bad_updates
 
 if TYPE_CHECKING:
@@ -380,22 +383,29 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
         """Load this rank's partitions, and what is the same on every rank, from the shards of any number of ranks.
 
         Modifies fp32 weights, state, rates, settings and the loss scaler, in place. The engine has loaded the model's
-        weights before; they stay.
+        weights before; they stay, unless they were saved in another dtype: then they are the fp32 ones rounded, and the
+        loss scaler stays. A collective.
 
         Args:
             found: from ``check_before_loading``.
             from_fp32_weights: whether to load the fp32 weights; else they are made from the weights that the model has.
         """
-        self._load_global_state(found.whole)
+        same_dtype = found.is_of_dtype(self.bit16_groups_flat[0].dtype)
+        scaler = (LOSS_SCALER, "dynamic_loss_scale")
+        self._load_global_state({k: v for k, v in found.whole.items() if same_dtype or k not in scaler})
         self.optimizer.load_groups(found.groups)
         states = [self.optimizer.state[p] for group in self.optimizer.param_groups for p in group["params"]]
         weights = self.single_partition_of_fp32_groups
+        targets = [{key: tensor for key, tensor in state.items() if key in CUT_STATE} for state in states]
+        size = [sum(t.element_size() for t in of.values()) + 4 * from_fp32_weights for of in targets]
+        progress = Progress("load_checkpoint: rank 0 has read", sum(size[p.group] * p.numel for p in found.pieces))
         for piece in found.pieces:
             here = slice(piece.offset, piece.offset + piece.numel)
             if from_fp32_weights:
                 weights[piece.group][here].copy_(found.weights(piece))
-            for key in states[piece.group].keys() & CUT_STATE:
-                states[piece.group][key][here].copy_(found.state(piece, key))
+            for key, target in targets[piece.group].items():
+                target[here].copy_(found.state(piece, key))
+            progress.add(size[piece.group] * piece.numel)
         for state, source in zip(states, found.sources, strict=True):
             if "step" in state:
                 state["step"].copy_(found.whole_state(source, "step"))
@@ -404,7 +414,11 @@ class MuonZeroOptimizer(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[
             if variance is not None and group.row_variance is not None:
                 for name, _ in self._shapes(i):
                     group.row_variance.of_tensor(variance, name).copy_(found.row_variance(name))
-        if from_fp32_weights:
+        if from_fp32_weights and not same_dtype:
+            # The engine has loaded weights that were rounded to another dtype.
+            self.update_lp_params()
+            self._bind_model()
+        elif from_fp32_weights:
             self._bind_model(keep=True)
         else:
             self._restore_from_bit16_weights()

@@ -16,7 +16,7 @@ MODULES = {
 }
 INSTRUMENTS = ("verify", "bench", "sample", "plan_cost", "plan_command", "replay", "cli", "ranks", "leash", "options")
 # What may know DeepSpeed, beside the instruments.
-BOUND_TO_DEEPSPEED = {"registration", "schedulers", "zero", "checkpoint"}
+BOUND_TO_DEEPSPEED = {"registration", "schedulers", "zero", "checkpoint", "shards", "saving"}
 # The one arrow from the engine to an instrument: taken only in a run that asks to be checked.
 ON_REQUEST = ("ds_muon.registration", "ds_muon.verify.in_training")
 

@@ -397,7 +397,7 @@ def test_a_resumed_schedule_goes_on_bit_for_bit(name: str) -> None:
         optimizer = dsmuon({"lr": MUON, "adam_lr": ADAM}, [{}, {"lr": 0.01}])
         scheduler = RESUMED[name](optimizer)
         if saved is not None:
-            optimizer.load_state_dict(saved[0])
+            optimizer.load_groups(saved[0]["param_groups"])
             scheduler.load_state_dict(saved[1])
         found = [settings(optimizer)]
         for _ in range(steps):

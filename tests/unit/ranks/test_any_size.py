@@ -4,10 +4,12 @@ not."""
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -144,6 +146,97 @@ def test_a_run_goes_on_at_another_size_and_layout_as_the_one_that_stayed(
         assert len(lines) == len(said) and all(map(str.__contains__, lines, said)), rank
 
 
+DTYPES = ["float32", "bfloat16", "float16"]
+
+
+@pytest.mark.parametrize(("then", "now"), [(then, now) for then in DTYPES for now in DTYPES if then != now])
+def test_a_model_goes_on_in_another_dtype_from_its_fp32_weights(
+    saved: Callable[..., tuple[str, list[Any]]], then: str, now: str
+) -> None:
+    folder, (before, *_) = saved(2, 1, "muon", then, "float32", 2, "plain")
+    config = settings("muon", now, "float32", 2, "plain")
+    weights = {name: weight.to(getattr(torch, now)) for name, weight in before["weight"].items()}
+    for loaded, went_on, lines in run_ranks(2, functools.partial(run, load=True), config, 1, folder):
+        assert_same(loaded, {**before, "model": weights, "scale": 16.0 if now == "float16" else 1.0})
+        assert any((went_on["weight"][name] != before["weight"][name]).any() for name in weights)
+        assert [line[:30] for line in lines] == [f"the checkpoint's model, {then}"[:30]] and now in lines[0]
+
+
+# ---- all ranks hold the weights that were saved ----------------------------------------------------------------------
+
+
+def load_what_differs(folder: str) -> list[str]:
+    """What is said where one rank loads another file, or the script has written into a weight before it saved."""
+    engine = start(Kinds(), ds_config(dtype="bfloat16"))
+    rank, original, said = torch.distributed.get_rank(), type(engine).load_module_state_dict, []
+    engine.save_checkpoint(folder)
+    engine.load_checkpoint(folder)
+
+    def load(values: float, name: str, **how: bool) -> None:
+        def other(self: Any, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+            changed = checkpoint["module"][name].clone()
+            changed.view(-1)[-1] += values
+            frozen, ours = checkpoint["frozen_param_fragments"], {name: changed}
+            checkpoint = {**checkpoint, "module": {**checkpoint["module"], **ours}}
+            original(self, {**checkpoint, "frozen_param_fragments": {**frozen, **ours}}, *args, **kwargs)
+
+        with mock.patch.object(type(engine), "load_module_state_dict", other):
+            with pytest.raises(ValueError, match="Do not train on") as refused:
+                engine.load_checkpoint(folder, **how)
+            said.append(str(refused.value))
+
+    load(1.0 if rank == 2 else 0.0, "square.weight")
+    load(1.0 if rank == 2 else 0.0, "frozen.bias", load_module_only=True)
+    load(1.0, "square.weight")
+    engine._config.zero_config.load_from_fp32_weights = False
+    load(1.0 if rank == 1 else 0.0, "square.weight", load_optimizer_states=False)
+    engine.load_checkpoint(folder)
+    engine.destroy()
+    return said
+
+
+def test_weights_that_differ_after_loading_are_an_error_on_every_rank(tmp_path: Path) -> None:
+    for said in run_ranks(3, load_what_differs, str(tmp_path)):
+        assert "'square.weight' has other values on rank 2 than on rank 0" in said[0]
+        assert "'frozen.bias' has other values on rank 2 than on rank 0" in said[1]
+        assert "'square.weight' is not what its fp32 weights are in bfloat16" in said[2]
+        assert "'square.weight' has other values on rank 1 than on rank 0" in said[3]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("then", "now"), [(8, 2), (2, 8)])
+def test_a_run_goes_on_from_eight_ranks_and_to_eight(
+    saved: Callable[..., tuple[str, list[Any]]], then: int, now: int
+) -> None:
+    case = ("normuon", "bfloat16", "float32", 2, "plain")
+    folder, (before, after, _) = saved(then, 1, *case)
+    for loaded, went_on, _ in run_ranks(
+        now, functools.partial(run, load=True), settings(*case), 1, folder, timeout=300
+    ):
+        assert_same([loaded, went_on], [before, after])
+
+
+def load_slowly(folder: str) -> list[list[str]]:
+    """What is said of a load that takes a second for each time that is asked for, and of a usual one."""
+    engine, said = start_groups(SHAPES, ds_config()), []
+    engine.save_checkpoint(folder)
+    for clock in (itertools.count(), None):
+        lines: list[str] = []
+        with mock.patch("ds_muon.progress.say", lines.append):
+            if clock is None:
+                engine.load_checkpoint(folder)
+            else:
+                with mock.patch("ds_muon.progress.time", SimpleNamespace(monotonic=lambda of=clock: next(of))):
+                    engine.load_checkpoint(folder)
+        said.append(lines)
+    return said
+
+
+def test_a_long_load_says_now_and_then_how_far_it_is(tmp_path: Path) -> None:
+    (long, usual), *_ = run_ranks(1, load_slowly, str(tmp_path))
+    assert [line.rpartition(" in ")[2] for line in long] == ["5 s"] and not usual
+
+
 # ---- parameters of every kind ---------------------------------------------------------------------------------------
 
 
@@ -244,6 +337,8 @@ def refuse_all(folder: str, tags: list[str]) -> list[str]:
             tag = f"step{1 + min(1, torch.distributed.get_rank())}"
         elif tag == "latest":
             tag, place = None, folder if torch.distributed.get_rank() else f"{folder}/step1"
+        elif tag == "empty latest":
+            tag, place = None, f"{folder}/step2"
         with pytest.raises((ValueError, RuntimeError, FileNotFoundError)) as refused:
             engine.load_checkpoint(place, tag=tag)
         said.append(str(refused.value))
@@ -258,6 +353,10 @@ def shard(folder: Path, rank: int) -> Path:
     return folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
 
+def weights(folder: Path) -> Path:
+    return folder / "mp_rank_00_model_states.pt"
+
+
 def cut_short(folder: Path) -> None:
     shard(folder, 2).write_bytes(shard(folder, 2).read_bytes()[:-100])
 
@@ -268,8 +367,16 @@ def change(folder: Path, rank: int, **said: Any) -> None:
     torch.save(contents, shard(folder, rank))
 
 
+def say_no_save(folder: Path) -> None:
+    """The weights of an early version."""
+    contents = torch.load(weights(folder), weights_only=False)
+    del contents["ds_muon_save"]
+    torch.save(contents, weights(folder))
+
+
 def forget(folder: Path) -> None:
-    """The shards of an early version."""
+    """The checkpoint of an early version."""
+    say_no_save(folder)
     for rank in range(3):
         contents = torch.load(shard(folder, rank), weights_only=False)
         del contents["optimizer_state_dict"]["ds_muon_shard"]
@@ -293,8 +400,31 @@ FATES: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"rank_1_\S+ is of another save than \S+rank_0_\S+",
     ),
     "weights of another step": (
-        lambda folder: shutil.copy(*(f / "mp_rank_00_model_states.pt" for f in (folder.parent / "step1", folder))),
-        r"mp_rank_00_model_states.pt is of step 1, and \S+rank_0_\S+ of step 2",
+        lambda folder: shutil.copy(weights(folder.parent / "step1"), weights(folder)),
+        r"model_states.pt is of another save than \S+rank_0_\S+: of step 1, as tag 'step1', and not of step 2",
+    ),
+    "weights of another run": (
+        lambda folder: shutil.copy(weights(folder.parent / "other" / "step2"), weights(folder)),
+        r"mp_rank_00_model_states.pt is of another save than \S+rank_0_",
+    ),
+    "early weights of another step": (
+        lambda folder: [
+            shutil.copy(weights(folder.parent / "step1"), weights(folder)),
+            say_no_save(folder),
+        ],
+        r"mp_rank_00_model_states.pt is of another save than \S+rank_0_\S+: of step 1, and not of step 2",
+    ),
+    "weights of a later version than shards": (
+        lambda folder: [change(folder, rank, save=None) for rank in range(3)],
+        r"mp_rank_00_model_states.pt is of another save than \S+rank_0_\S+: of step 2, .* not of an early ds_muon",
+    ),
+    "weights in place of a shard": (
+        lambda folder: shutil.copy(weights(folder), shard(folder, 1)),
+        r"rank_1_\S+ holds no state of a ZeRO optimizer",
+    ),
+    "no weights": (
+        lambda folder: torch.save([1], weights(folder)),
+        r"mp_rank_00_model_states.pt is no file of a checkpoint",
     ),
     "of other content": (
         lambda folder: change(folder, 1, params=[]),
@@ -320,16 +450,35 @@ def test_shards_that_do_not_belong_together_are_refused_on_every_rank_before_any
         spoil(tmp_path / tag)
     # What an earlier save by more ranks has left behind is none of this one.
     shutil.copy(shard(tmp_path / "step1", 0), shard(tmp_path / "step2", 3))
-    for said in run_ranks(2, refuse_all, str(tmp_path), [*tags, "per rank", "latest"]):
+    (tmp_path / "step2" / "latest").write_text("")
+    for said in run_ranks(2, refuse_all, str(tmp_path), [*tags, "per rank", "latest", "empty latest"]):
         for text, (name, (_, pattern)) in zip(said, FATES.items(), strict=False):
             assert re.search(pattern, text), (name, text)
-        assert "rank 0 loads the tag 'step1', and rank 1 'step2'" in said[-2]
-        assert "latest is there on rank 1, and not on rank 0" in said[-1]
+        assert "rank 0 loads the tag 'step1', and rank 1 'step2'" in said[-3]
+        assert "latest is there on rank 1, and not on rank 0" in said[-2]
+        assert "latest is empty" in said[-1]
+
+
+def load_by_odd_names(folder: str) -> None:
+    engine = start(Layers(), CONFIG)
+    # DeepSpeed looks for files by patterns, to which a bracket and an asterisk stand for others.
+    for step, tag in enumerate(["a/b", "[b]", "c*d", "c**d", "\u00fc x"]):
+        place = f"{folder}/[{step}]"
+        engine.global_steps = step
+        engine.save_checkpoint(place, tag=tag)
+        engine.save_checkpoint(place, tag="cxd", save_latest=False)
+        path, _ = engine.load_checkpoint(place)
+        assert path == f"{place}/{tag}/mp_rank_00_model_states.pt" and engine.global_steps == step
+    engine.destroy()
+
+
+def test_folders_and_tags_are_taken_as_they_are(tmp_path: Path) -> None:
+    run_ranks(2, load_by_odd_names, str(tmp_path))
 
 
 def load_early(folder: str) -> list[dict[str, Any]]:
     found = []
-    for tag in ("step2", "early"):
+    for tag in ("step2", "without a number", "early"):
         engine = start(Layers(), CONFIG)
         engine.load_checkpoint(folder, tag=tag)
         found.append(by_name(engine))
@@ -337,12 +486,14 @@ def load_early(folder: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_shards_of_an_early_version_load_in_the_layout_that_saved_them(tmp_path: Path) -> None:
+def test_checkpoints_of_early_versions_load_in_the_layout_that_saved_them(tmp_path: Path) -> None:
     run_ranks(3, save_layers, str(tmp_path))
     shutil.copytree(tmp_path / "step2", tmp_path / "early")
     forget(tmp_path / "early")
-    for usual, early in run_ranks(3, load_early, str(tmp_path)):
-        assert_same(early, usual)
+    shutil.copytree(tmp_path / "step2", tmp_path / "without a number")
+    say_no_save(tmp_path / "without a number")
+    for usual, *early in run_ranks(3, load_early, str(tmp_path)):
+        assert_same(early, [usual, usual])
 
 
 def load_clipped(folder: str) -> str:
@@ -380,6 +531,7 @@ def save_and_load_groups(folder: str, saved: list[float], loaded: list[float], s
     engine.save_checkpoint(folder)
     engine = engine_of(loaded)
     before, said = by_name(engine), ""
+    names = [group["name"] for group in engine.optimizer.param_groups]
     try:
         engine.load_checkpoint(folder)
     except (ValueError, RuntimeError) as error:
@@ -387,6 +539,7 @@ def save_and_load_groups(folder: str, saved: list[float], loaded: list[float], s
         assert_same(by_name(engine), before)
         if scheduler:
             engine.load_checkpoint(folder, load_lr_scheduler_states=False)
+    assert names == [group["name"] for group in engine.optimizer.param_groups]
     return said, [group["lr"] for group in engine.optimizer.optimizer.param_groups]
 
 

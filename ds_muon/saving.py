@@ -1,0 +1,129 @@
+"""Saving a checkpoint on all ranks or on none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, TorchCheckpointEngine
+
+from ds_muon.agree import raise_together
+from ds_muon.files import on_disk, rename
+
+
+class WholeCheckpoints(TorchCheckpointEngine):  # type: ignore[misc]
+    """DeepSpeed's own files, which get their names when all ranks have written theirs.
+
+    Until then they lie beside them, as ``.NAME.unfinished``. A save that fails on any rank, or is killed while they are
+    written, leaves the checkpoints as they were. One that is killed while they get their names leaves some of them
+    without, or, where it replaces a checkpoint, a mixture, which loading refuses.
+
+    Args:
+        usual: the one that DeepSpeed has made.
+        process_group: all ranks that save.
+    """
+
+    def __init__(self, usual: TorchCheckpointEngine, process_group: dist.ProcessGroup) -> None:
+        self.name = usual.name
+        self.zipfile_serialization = usual.zipfile_serialization
+        self._group = process_group
+        self._unfinished: dict[Path, Path] = {}
+        self._together = False
+        self._error: Exception | None = None
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Inside, nothing that fails on a rank is raised before ``commit``, where all ranks are, and then on all.
+
+        DeepSpeed has no collective between ``create``, with which it starts, and ``commit``.
+        """
+        self._together, self._error = True, None
+        try:
+            yield
+        except Exception as error:
+            # Whatever is not written here, the others are in ``commit``, and wait.
+            if self._together:
+                raise_together(self._error or error, self._group)
+            raise
+        finally:
+            self._together = False
+            for unfinished in self._unfinished:
+                with suppress(OSError):
+                    unfinished.unlink()
+            self._unfinished.clear()
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        try:
+            super().makedirs(path, exist_ok=exist_ok)
+        except Exception as error:  # whatever it is, no rank may be left waiting
+            self._fail(error)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Write one file; outside of ``together``, under its name.
+
+        Raises:
+            OSError: it cannot be written. Inside, ``commit`` raises.
+        """
+        target = Path(path)
+        unfinished = target.with_name(f".{target.name}.unfinished")
+        self._unfinished[unfinished] = target
+        try:
+            with on_disk(unfinished) as file:
+                torch.save(state_dict, file, _use_new_zipfile_serialization=self.zipfile_serialization)
+            if not self._together:
+                rename(self._unfinished.items())
+        except Exception as error:
+            self._fail(OSError(f"{path} could not be written: {type(error).__name__}: {error}"), error)
+        finally:
+            if not self._together:
+                with suppress(OSError):
+                    unfinished.unlink()
+                self._unfinished.clear()
+
+    def commit(self, info: CheckpointCommitInfo) -> bool:
+        """Give the files their names. Inside of ``together`` a collective.
+
+        Raises:
+            OSError or RuntimeError: on every rank, if one has failed to write its files or to name them.
+        """
+        if self._together:
+            self._together = False
+            raise_together(self._error, self._group)
+            try:
+                rename(self._unfinished.items())
+                self._unfinished.clear()
+            except Exception as error:
+                self._error = OSError(f"{info.save_dir}, tag {info.tag!r}: files could not be renamed: {error}")
+            raise_together(self._error, self._group)
+            if dist.get_rank() == 0:
+                self._clear_away(Path(info.save_dir, info.tag))
+        return True
+
+    def _clear_away(self, folder: Path) -> None:
+        """What killed saves have left, by more ranks than there are now."""
+        for leftover in folder.glob(".*.unfinished"):
+            with suppress(OSError):
+                leftover.unlink()
+
+    def set_latest(self, save_dir: str, tag: str) -> None:
+        """Let the file ``latest`` name the tag: on rank 0, at once or not at all. A collective."""
+        path, unfinished, error = Path(save_dir, "latest"), Path(save_dir, ".latest.unfinished"), None
+        if dist.get_rank() == 0:
+            try:
+                with on_disk(unfinished) as file:
+                    file.write(tag.encode())
+                rename([(unfinished, path)])
+            except Exception as caught:  # whatever it is, no rank may be left waiting
+                error = OSError(f"{path} could not be written: {caught}")
+                with suppress(OSError):
+                    unfinished.unlink()
+        raise_together(error, self._group)
+
+    def _fail(self, error: Exception, cause: Exception | None = None) -> None:
+        if not self._together:
+            raise error from cause
+        self._error = self._error or error
