@@ -63,6 +63,8 @@ def test_deepspeeds_script_extracts_the_fp32_weights(
     expected = run_ranks(3, train_and_save, config, str(tmp_path))[0]
     assert (tmp_path / "zero_to_fp32.py").exists()
     extracted = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+    # At stage 1 DeepSpeed's checkpoints hold frozen parameters among the model's weights only, with any optimizer.
+    expected = {name: weight for name, weight in expected.items() if stage == 2 or "frozen" not in name}
     assert extracted.keys() == expected.keys()
     for name, weight in expected.items():
         assert torch.equal(extracted[name].float(), weight), name
