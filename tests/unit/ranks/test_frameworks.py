@@ -1,0 +1,182 @@
+"""Hugging Face's Trainer and Accelerate save at one number of ranks and resume at another, with LoRA as well."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.unit.ranks.test_any_size import by_name
+from tests.unit.ranks.test_checkpoint import assert_same
+from tests.unit.support.frameworks import forget_accelerate
+from tests.unit.support.models import ds_config, full_weights, start, train_step
+from tests.unit.support.ranks import DEVICE, run_ranks
+
+pytest.importorskip("transformers", reason="needs transformers: pip install '.[integrations]'")
+pytest.importorskip("accelerate", reason="needs accelerate: pip install '.[integrations]'")
+
+pytestmark = pytest.mark.ranks
+
+# Of all ranks together: 1, 2 and 3 divide it.
+BATCH = 12
+STEPS = 6
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 15), nn.Linear(15, 8)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.second(torch.relu(self.first(x))) - x).square().mean()}
+
+
+def model_of(kind: str, *adapters: str) -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = Tiny()
+    if kind == "LoRA":
+        import peft
+
+        settings = peft.LoraConfig(r=4, target_modules=["first", "second"], init_lora_weights=False)
+        model = peft.get_peft_model(model, settings)
+        for adapter in adapters:
+            model.add_adapter(adapter, settings)
+            model.set_adapter(adapter)
+    return model
+
+
+# ---- Trainer --------------------------------------------------------------------------------------------------------
+
+
+def train_by_trainer(kind: str, folder: str, resume: str | None = None, **settings: Any) -> dict[str, Any]:
+    """Losses by step, what the run is at the end, and what it was when it began or last saved."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    seen: dict[str, Any] = {}
+
+    class Look(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen["began"] = by_name(trainer.model_wrapped)
+
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen[state.global_step] = by_name(trainer.model_wrapped)
+
+    config = ds_config(
+        {"lr": "auto", "muon_lr": 0.02, "adam_lr": None, "weight_decay": 0.1},
+        train_micro_batch_size_per_gpu="auto",
+        gradient_accumulation_steps="auto",
+        gradient_clipping="auto",
+    )
+    del config["optimizer"]["params"]["adam_lr"]
+    try:
+        with mock.patch.dict(os.environ):
+            arguments = TrainingArguments(
+                output_dir=folder, max_steps=STEPS, save_steps=STEPS // 2, learning_rate=1e-3, weight_decay=0.1,
+                per_device_train_batch_size=BATCH // dist.get_world_size(), logging_steps=1, deepspeed=config,
+                report_to=[], use_cpu=DEVICE == "cpu", disable_tqdm=True, **settings,
+            )  # fmt: skip
+            data = [{"x": torch.randn(8, generator=torch.Generator().manual_seed(i))} for i in range(4 * BATCH)]
+            trainer = Trainer(
+                model=model_of(kind), args=arguments, train_dataset=data, eval_dataset=data[:6], callbacks=[Look()]
+            )
+            trainer.train(resume_from_checkpoint=resume)
+            history = trainer.state.log_history
+            losses = {entry["step"]: entry["loss"] for entry in history if "loss" in entry}
+            best = trainer.state.best_model_checkpoint
+            return {**seen, "losses": losses, "end": by_name(trainer.model_wrapped), "best": best}
+    finally:
+        forget_accelerate()
+
+
+@pytest.mark.parametrize("kind", ["whole", "LoRA"])
+def test_trainer_resumes_at_another_number_of_ranks(tmp_path: Path, kind: str) -> None:
+    if kind == "LoRA":
+        pytest.importorskip("peft", reason="needs peft: pip install '.[integrations]'")
+    stayed = run_ranks(2, train_by_trainer, kind, str(tmp_path))[0]
+    for ranks in (1, 3):
+        folder = str(tmp_path / f"checkpoint-{STEPS // 2}")
+        for rank, resumed in enumerate(run_ranks(ranks, train_by_trainer, kind, f"{tmp_path}/{ranks}", folder)):
+            assert_same(resumed["began"], stayed[STEPS // 2])
+            # Each step has the samples of the run that stayed, and averages them in another order.
+            assert resumed["losses"] == pytest.approx(stayed["losses"], rel=1e-4) or rank > 0
+            for name, weight in stayed["end"]["weight"].items():
+                torch.testing.assert_close(resumed["end"]["weight"][name], weight, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["whole", "LoRA"])
+def test_trainer_loads_the_best_model_at_the_end(tmp_path: Path, kind: str) -> None:
+    # The largest loss is called best, so that the first checkpoint is, which the run has left behind.
+    settings = {"metric_for_best_model": "loss", "greater_is_better": True, "eval_strategy": "steps", "label_names": ["x"]}
+    best = {"load_best_model_at_end": True, "eval_steps": STEPS // 2, **settings}
+    for found in run_ranks(2, functools.partial(train_by_trainer, **best), kind, str(tmp_path)):
+        assert found["best"] == str(tmp_path / f"checkpoint-{STEPS // 2}")
+        assert_same(found["end"], found[STEPS // 2])
+
+
+@pytest.mark.parametrize("kind", ["whole", "LoRA"])
+def test_trainer_saves_the_model_only(tmp_path: Path, kind: str) -> None:
+    from safetensors.torch import load_file
+
+    train = functools.partial(train_by_trainer, save_only_model=True)
+    found = run_ranks(2, train, kind, str(tmp_path))[0]
+    for step in (STEPS // 2, STEPS):
+        folder = tmp_path / f"checkpoint-{step}"
+        assert not [*folder.glob("global_step*")]
+        saved = load_file(folder / ("model.safetensors" if kind == "whole" else "adapter_model.safetensors"))
+        model = {name.replace(".default", ""): weight for name, weight in found[step]["model"].items()}
+        assert saved and (kind == "LoRA" or saved.keys() == model.keys())
+        for name, weight in saved.items():
+            assert torch.equal(weight, model[name]), name
+
+
+# ---- adapters -------------------------------------------------------------------------------------------------------
+
+
+def train_adapters(folder: str, adapters: tuple[str, ...], load: str | None, save: str | None) -> dict[str, Any]:
+    """Steps of the last of these adapters and PEFT's default one, after a load; what was said if it was refused."""
+    engine = start(model_of("LoRA", *adapters), ds_config())
+    before, said = by_name(engine), ""
+    if load is not None:
+        try:
+            engine.load_checkpoint(folder, tag=load, load_module_strict=False)
+        except (ValueError, RuntimeError) as error:
+            said = str(error)
+            assert_same(by_name(engine), before)
+            engine.load_checkpoint(folder, tag=load, load_module_strict=False, load_module_only=True)
+    loaded = by_name(engine)
+    batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank())).to(engine.device)
+    for _ in range(2):
+        engine.backward(engine(batch)["loss"])
+        engine.step()
+    if save is not None:
+        engine.save_checkpoint(folder, tag=save, exclude_frozen_parameters=True)
+    found = {"said": said, "loaded": loaded, "end": by_name(engine)}
+    engine.destroy()
+    return found
+
+
+def test_adapters_come_and_go_between_saves(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="needs peft: pip install '.[integrations]'")
+    first = run_ranks(2, train_adapters, str(tmp_path), (), None, "first")[0]
+    # Another adapter is trained now, and the first one stays as it was saved.
+    second = run_ranks(2, train_adapters, str(tmp_path), ("more",), "first", "second")[0]
+    assert "lora_A.more.weight' and 3 more parameters are trained here, but not in the run" in second["said"]
+    assert "load_module_only=True" in second["said"] and not any(map(torch.any, second["loaded"]["momentum_buffer"].values()))
+    for name, weight in first["end"]["model"].items():
+        assert torch.equal(second["loaded"]["model"][name], weight), name
+        assert torch.equal(second["end"]["model"][name], weight), name
+    for name, weight in second["loaded"]["weight"].items():
+        assert ".more." in name and not torch.equal(second["end"]["weight"][name], weight), name
+    for resumed in run_ranks(3, train_adapters, str(tmp_path), ("more",), "second", None):
+        assert not resumed["said"]
+        assert_same(
+            {key: value for key, value in resumed["loaded"].items() if key != "model"},
+            {key: value for key, value in second["end"].items() if key != "model"},
+        )
