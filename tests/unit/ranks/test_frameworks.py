@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tests.unit.ranks.test_any_size import by_name
 from tests.unit.ranks.test_checkpoint import assert_same
 from tests.unit.support.frameworks import forget_accelerate
-from tests.unit.support.models import ds_config, full_weights, start, train_step
+from tests.unit.support.models import ds_config, start
 from tests.unit.support.ranks import DEVICE, run_ranks
 
 pytest.importorskip("transformers", reason="needs transformers: pip install '.[integrations]'")
@@ -50,6 +50,17 @@ def model_of(kind: str, *adapters: str) -> nn.Module:
             model.add_adapter(adapter, settings)
             model.set_adapter(adapter)
     return model
+
+
+def goes_on(resumed: dict[str, Any], stayed: dict[str, Any], *, of_losses: bool = True) -> None:
+    """Assert that each step had the samples of the run that stayed; only the order of their sums is another."""
+    if of_losses:
+        assert max(resumed["losses"]) == max(stayed["losses"])
+        for step, loss in resumed["losses"].items():
+            assert loss == pytest.approx(stayed["losses"][step], rel=1e-4), step
+    for name, weight in stayed["end"]["weight"].items():
+        torch.testing.assert_close(resumed["end"]["weight"][name], weight, rtol=1e-3, atol=1e-4)
+    assert resumed["end"]["rates"] == stayed["end"]["rates"]
 
 
 # ---- Trainer --------------------------------------------------------------------------------------------------------
@@ -104,16 +115,18 @@ def test_trainer_resumes_at_another_number_of_ranks(tmp_path: Path, kind: str) -
         folder = str(tmp_path / f"checkpoint-{STEPS // 2}")
         for rank, resumed in enumerate(run_ranks(ranks, train_by_trainer, kind, f"{tmp_path}/{ranks}", folder)):
             assert_same(resumed["began"], stayed[STEPS // 2])
-            # Each step has the samples of the run that stayed, and averages them in another order.
-            assert resumed["losses"] == pytest.approx(stayed["losses"], rel=1e-4) or rank > 0
-            for name, weight in stayed["end"]["weight"].items():
-                torch.testing.assert_close(resumed["end"]["weight"][name], weight, rtol=1e-3, atol=1e-4)
+            goes_on(resumed, stayed, of_losses=rank == 0)
 
 
 @pytest.mark.parametrize("kind", ["whole", "LoRA"])
 def test_trainer_loads_the_best_model_at_the_end(tmp_path: Path, kind: str) -> None:
     # The largest loss is called best, so that the first checkpoint is, which the run has left behind.
-    settings = {"metric_for_best_model": "loss", "greater_is_better": True, "eval_strategy": "steps", "label_names": ["x"]}
+    settings = {
+        "metric_for_best_model": "loss",
+        "greater_is_better": True,
+        "eval_strategy": "steps",
+        "label_names": ["x"],
+    }
     best = {"load_best_model_at_end": True, "eval_steps": STEPS // 2, **settings}
     for found in run_ranks(2, functools.partial(train_by_trainer, **best), kind, str(tmp_path)):
         assert found["best"] == str(tmp_path / f"checkpoint-{STEPS // 2}")
@@ -134,6 +147,58 @@ def test_trainer_saves_the_model_only(tmp_path: Path, kind: str) -> None:
         assert saved and (kind == "LoRA" or saved.keys() == model.keys())
         for name, weight in saved.items():
             assert torch.equal(weight, model[name]), name
+
+
+# ---- Accelerate -----------------------------------------------------------------------------------------------------
+
+
+def train_by_accelerate(folder: str, load: bool) -> dict[str, Any]:
+    """Losses of steps of two micro-batches each, and what the run is when it has saved, or loaded, and at the end."""
+    from accelerate import Accelerator, PartialState
+    from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
+
+    schedule = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
+    found: dict[str, Any] = {}
+    losses = {}
+    try:
+        with mock.patch.dict(os.environ):
+            if DEVICE == "cpu":
+                # Accelerate would take each rank for the only one.
+                PartialState(cpu=True)
+            plugin = DeepSpeedPlugin(hf_ds_config=ds_config({"weight_decay": 0.1}, gradient_accumulation_steps=2))
+            accelerator = Accelerator(deepspeed_plugin=plugin)
+            model = model_of("whole")
+            optimizer = DummyOptim(model.parameters())
+            scheduler = DummyScheduler(optimizer, lr_scheduler_callable=schedule)
+            engine, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+            if load:
+                accelerator.load_state(folder)
+                found["loaded"] = by_name(engine)
+            for micro_step in range(STEPS * load, 2 * STEPS):
+                generator = torch.Generator().manual_seed(micro_step)
+                samples = torch.randn(BATCH, 8, generator=generator)[dist.get_rank() :: dist.get_world_size()]
+                with accelerator.accumulate(engine):
+                    loss = engine(samples.to(engine.device))["loss"]
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                losses[micro_step] = float(accelerator.gather(loss.detach()[None]).mean())
+                if micro_step == STEPS - 1:
+                    accelerator.save_state(folder)
+                    found["saved"] = by_name(engine)
+            return {**found, "losses": losses, "end": by_name(engine)}
+    finally:
+        forget_accelerate()
+
+
+def test_accelerate_resumes_at_another_number_of_ranks(tmp_path: Path) -> None:
+    stayed = run_ranks(2, train_by_accelerate, str(tmp_path), False)[0]
+    assert stayed["end"]["counters"] == [STEPS, 0]
+    for ranks in (1, 3):
+        for resumed in run_ranks(ranks, train_by_accelerate, str(tmp_path), True):
+            assert_same(resumed["loaded"], stayed["saved"])
+            goes_on(resumed, stayed)
 
 
 # ---- adapters -------------------------------------------------------------------------------------------------------
@@ -168,7 +233,9 @@ def test_adapters_come_and_go_between_saves(tmp_path: Path) -> None:
     # Another adapter is trained now, and the first one stays as it was saved.
     second = run_ranks(2, train_adapters, str(tmp_path), ("more",), "first", "second")[0]
     assert "lora_A.more.weight' and 3 more parameters are trained here, but not in the run" in second["said"]
-    assert "load_module_only=True" in second["said"] and not any(map(torch.any, second["loaded"]["momentum_buffer"].values()))
+    assert "load_module_only=True" in second["said"] and not any(
+        map(torch.any, second["loaded"]["momentum_buffer"].values())
+    )
     for name, weight in first["end"]["model"].items():
         assert torch.equal(second["loaded"]["model"][name], weight), name
         assert torch.equal(second["end"]["model"][name], weight), name
