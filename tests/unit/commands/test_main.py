@@ -73,6 +73,61 @@ def test_the_deepspeed_launcher_runs_an_unchanged_script(script: Path) -> None:
     assert found == ["MuonZeroOptimizer", "hello", 7, "__main__", 2]
 
 
+# Makes six steps, on the same samples at any number of ranks; saves after three, or goes on from there.
+RESUMING = """
+import hashlib, json, os
+import deepspeed, torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+import ds_muon
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(7, 13), torch.nn.Tanh(), torch.nn.Linear(13, 7))
+engine, *_ = deepspeed.initialize(model=model, config="ds_config.json")
+rank, ranks = engine.global_rank, engine.world_size
+
+def state():
+    found = hashlib.sha256()
+    for name, p in engine.module.named_parameters():
+        key = "momentum_buffer" if name.endswith("weight") else "exp_avg"
+        for tensor in (safe_get_full_fp32_param(p), safe_get_full_optimizer_state(p, key)):
+            found.update(tensor.cpu().numpy().tobytes())
+    return found.hexdigest()
+
+engine.load_checkpoint("saved")
+half, losses = state(), []
+for step in range(engine.global_steps, 6):
+    x = torch.randn(12, 7, generator=torch.Generator().manual_seed(step))[rank::ranks].to(engine.device)
+    loss = (engine(x) - x).square().mean()
+    engine.backward(loss)
+    engine.step()
+    total = loss.detach() / ranks
+    torch.distributed.all_reduce(total)
+    losses.append(total.item())
+    if step == 2:
+        engine.save_checkpoint("saved")
+        half = state()
+if rank == 0:
+    print(json.dumps([half, *losses[-3:]]), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_launched_run_resumes_at_another_number_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text(RESUMING)
+    (tmp_path / "ds_config.json").write_text((ROOT / "ds_configs" / "zero2_fp32.json").read_text())
+    monkeypatch.chdir(tmp_path)
+    halves, losses = {}, {}
+    for ranks in (2, 1, 3):
+        launcher = ["deepspeed.launcher.runner", "--num_accelerators", str(ranks), "--master_port", free_port()]
+        halves[ranks], *losses[ranks] = run(*launcher, "train.py")
+    assert halves[1] == halves[2] == halves[3]
+    assert losses[1] == pytest.approx(losses[2], rel=1e-5) == losses[3]
+
+
 @pytest.mark.full
 @pytest.mark.slow
 def test_plain_python_runs_an_unchanged_script(script: Path) -> None:
