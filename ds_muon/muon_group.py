@@ -14,7 +14,7 @@ from ds_muon.exchange import Exchange, Transfer, result_dtype
 from ds_muon.normuon import RowVariance
 from ds_muon.orthogonalize import NewtonSchulz, batches, orthogonalize_batch
 from ds_muon.passes import Held, Segments, Where, rows_of, store_updates, sum_of_squares
-from ds_muon.plan.partition import GroupPlan, Matrix, Unit
+from ds_muon.plan.partition import GroupPlan, Matrix, Slice, Unit
 from ds_muon.ranges import profiled
 from ds_muon.update import update_scale
 
@@ -77,6 +77,10 @@ class MuonGroup:
         self._settings = settings
         self._adjust_lr_fn = adjust_lr_fn
         self._capture = capture
+        # Once, because a model may have thousands of experts.
+        self._whole = [(unit, held) for unit, held in self._held if not unit.travels]
+        self._runs = _runs(self._whole)
+        self._travelling = [(unit, held) for unit, held in self._held if unit.travels]
         self._order: tuple[_Indices, _Indices, _Indices] | None = None
         self._scales: dict[str, Tensor] = {}
 
@@ -111,13 +115,12 @@ class MuonGroup:
             variance: (rows, 1) fp32, NorMuon's current state; not modified. None for plain Muon.
             moves: (matrices,) bool, whether each of the plan's matrices moves. If not, its U is zero.
         """
-        held = self._elements(partition)
         gathering = self.exchange.gather(partition)
         if self.row_variance is not None and variance is not None:
             self.row_variance.begin(variance, moves)
         yield  # slices of U are on their way to the ranks that own their matrices
 
-        whole = [(m, u.view(unit.rows, unit.cols)) for unit, u in held if not unit.travels for m in unit.matrices]
+        whole = self._inputs(partition)
         gathered = zip(self.exchange.owned, gathering.tensors, strict=True)
         inputs = [*whole, *((m, u) for unit, u in gathered for m in unit.matrices)]
         before, together, after = self._batches(inputs, len(whole))
@@ -134,21 +137,31 @@ class MuonGroup:
         returning.wait()
         if self.row_variance is not None:
             self.row_variance.agree()
-        self._scale_travellers(held)
+        self._scale_travellers(partition)
 
-    def _scale_travellers(self, held: Sequence[tuple[Unit, Tensor]]) -> None:
+    def _inputs(self, partition: Tensor) -> list[tuple[Matrix, Tensor]]:
+        """The matrices that this rank holds and owns, each with U of its unit, (rows, cols), a view."""
+        units = [
+            u
+            for offset, count, rows, cols in self._runs
+            for u in partition.narrow(0, offset, count * rows * cols).view(count, rows, cols).unbind()
+        ]
+        return [(m, u) for (unit, _), u in zip(self._whole, units, strict=True) for m in unit.matrices]
+
+    def _scale_travellers(self, partition: Tensor) -> None:
         """Multiply what has travelled by ``s``: in Newton-Schulz's dtype O is exact without it."""
         scaled: list[tuple[Tensor, float]] = []
-        for unit, elements, start in [(u, e, h.start) for (u, e), (_, h) in zip(held, self._held, strict=True)]:
+        for unit, held in self._travelling:
+            elements = partition.narrow(0, held.offset, held.numel)
             scales = [self._scale(matrix) for matrix in unit.matrices]
-            if unit.travels and len(set(scales)) == 1:
+            if len(set(scales)) == 1:
                 scaled.append((elements, scales[0]))
-            elif unit.travels:
+            else:
                 # Strips of unequal sides. Kept on the device, because the host would wait for a copy.
                 if unit.name not in self._scales:
                     self._scales[unit.name] = elements.new_tensor([scales[label] for label in unit.piece.labels()])
                 across = self._scales[unit.name]
-                for rows, row, col in rows_of(elements, unit.cols, start):
+                for rows, row, col in rows_of(elements, unit.cols, held.start):
                     rows.mul_(across[col : col + rows.shape[1]] if unit.piece.axis else across[row:, None][: len(rows)])
         if scaled := [(elements, scale) for elements, scale in scaled if scale != 1.0]:
             torch._foreach_mul_([elements for elements, _ in scaled], [scale for _, scale in scaled])
@@ -206,13 +219,11 @@ class MuonGroup:
 
     def nonfinite(self, partition: Tensor) -> list[str]:
         """The units with a value in this rank's partition that is not finite. Blocks the host."""
-        return [unit.name for unit, elements in self._elements(partition) if not elements.isfinite().all()]
+        held = [(unit, partition.narrow(0, here.offset, here.numel)) for unit, here in self._held]
+        return [unit.name for unit, elements in held if not elements.isfinite().all()]
 
     def _scale(self, matrix: Matrix) -> float:
         return update_scale(self._adjust_lr_fn, *matrix.sides)
-
-    def _elements(self, partition: Tensor) -> list[tuple[Unit, Tensor]]:
-        return [(unit, partition.narrow(0, held.offset, held.numel)) for unit, held in self._held]
 
     @profiled("newton_schulz")
     def orthogonalize(self, batch: _Batch) -> Tensor:
@@ -228,6 +239,19 @@ class MuonGroup:
         if self.row_variance is None or variance is None:
             return None
         return self.row_variance.factors(variance, [matrix.name for matrix, _ in batch], outputs, batch[0][0].layout)
+
+
+def _runs(whole: Sequence[tuple[Unit, Slice]]) -> list[tuple[int, int, int, int]]:
+    """Units of one shape that lie side by side: first element, number, rows and columns. Torch cuts a run at once."""
+    runs: list[tuple[int, int, int, int]] = []
+    for unit, held in whole:
+        if runs:
+            offset, count, rows, cols = runs[-1]
+            if (rows, cols) == (unit.rows, unit.cols) and offset + count * rows * cols == held.offset:
+                runs[-1] = (offset, count + 1, rows, cols)
+                continue
+        runs.append((held.offset, 1, unit.rows, unit.cols))
+    return runs
 
 
 def _assembled(unit: Unit, results: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:

@@ -90,12 +90,6 @@ def config_refusals(config: Any, mesh_device: Any) -> list[str]:
                 "elastic checkpoints hold Adam's state only; set it to false",
             ),
             (
-                "checkpoint.load_universal",
-                "true",
-                config.load_universal_checkpoint,
-                "DSMuon cannot load universal checkpoints in this version; set it to false",
-            ),
-            (
                 "sequence_parallel_size",
                 sequence_parallel,
                 sequence_parallel > 1,

@@ -44,8 +44,9 @@ from ds_muon.routing import Routing, RoutingError, check_matches, route
 from ds_muon.same_weights import check_same_weights
 from ds_muon.saving import WholeCheckpoints
 from ds_muon.say import log, say
-from ds_muon.schedulers import build, cycle_momentum, dsmuon_in, highest_rates
+from ds_muon.schedulers import build, cycle_momentum, dsmuon_in, highest_rates, set_scheduled_rates
 from ds_muon.shards import SAVE, Save
+from ds_muon.universal import LATEST, FoundUniversal, check_universal_before_loading, is_universal, loading_by_name
 from ds_muon.zero import MuonZeroOptimizer
 
 _REFUSED = "DSMuon refuses this setup:"
@@ -66,6 +67,7 @@ _ENGINE_METHODS = (
     "_load_checkpoint",
     "_load_zero_checkpoint",
     "load_module_state_dict",
+    "load_universal_checkpoint",
     "_configure_checkpointing",
     "save_checkpoint",
     "_common_checkpoint_state",
@@ -363,9 +365,17 @@ def load_checkpoint(
     if not isinstance(engine.optimizer, MuonZeroOptimizer):
         return original(load_dir, tag, *args, **kwargs)
     if tag is None:
-        _check_latest(Path(load_dir, "latest"), engine.optimizer.dp_process_group)
+        universal = engine.load_universal_checkpoint()
+        named = _check_latest(Path(load_dir, LATEST if universal else "latest"), engine.optimizer.dp_process_group)
+        if universal and named is None:
+            raise FileNotFoundError(
+                f"checkpoint.load_universal = true, and there is no {Path(load_dir, LATEST)}; write it by ds-muon "
+                "to-universal, or set false: an ordinary checkpoint loads at any world size"
+            )
+        tag = named if universal else None
     try:
-        path, client_state = original(load_dir, tag, *args, **kwargs)
+        with loading_by_name(engine):
+            path, client_state = original(load_dir, tag, *args, **kwargs)
     finally:
         # Files that are mapped into memory must not be held.
         engine._ds_muon_found = None
@@ -374,8 +384,12 @@ def load_checkpoint(
     return path, client_state
 
 
-def _check_latest(path: Path, group: dist.ProcessGroup) -> None:
-    """Raise on every rank if the file names no tag, or is there on some ranks only. A collective."""
+def _check_latest(path: Path, group: dist.ProcessGroup) -> str | None:
+    """The tag that the file names; None if it is on no rank. A collective.
+
+    Raises:
+        ValueError, FileNotFoundError: on every rank, if it names no tag, or is there on some ranks only.
+    """
     error, named = None, None
     try:
         if path.is_file() and not (named := path.read_text().strip()):
@@ -389,6 +403,7 @@ def _check_latest(path: Path, group: dist.ProcessGroup) -> None:
             f"{path} is there on rank {there.index(True)}, and not on rank {there.index(False)}; give every rank the "
             "same folder, or pass the tag"
         )
+    return named
 
 
 def _get_all_ckpt_names(original: Callable[..., Any], engine: Any, checkpoints_path: str, tag: str) -> Any:
@@ -403,7 +418,9 @@ def _load_checkpoint(original: Callable[..., Any], engine: Any, load_dir: str, t
     with_optimizer = options.get("load_optimizer_states", True) and not options.get("load_module_only", False)
     if with_optimizer and isinstance(engine.optimizer, MuonZeroOptimizer):
         with_scheduler = options.get("load_lr_scheduler_states", True)
-        engine._ds_muon_found = check_before_loading(engine, load_dir, tag, with_scheduler=with_scheduler)
+        is_there = gather(is_universal(Path(load_dir, str(tag))), engine.optimizer.dp_process_group)
+        check = check_universal_before_loading if any(is_there) else check_before_loading
+        engine._ds_muon_found = check(engine, load_dir, tag, with_scheduler=with_scheduler)
     elif isinstance(engine.optimizer, MuonZeroOptimizer):
         say("momentum, moments, variances and fp32 weights are not loaded: state stays as it is, zero in a new engine")
     return original(load_dir, tag, **options)
@@ -413,7 +430,11 @@ def _load_zero_checkpoint(original: Callable[..., bool], engine: Any, *args: Any
     """Load what ``_load_checkpoint`` has found: DeepSpeed's reads this rank's shard alone, and refuses other sizes."""
     if not isinstance(engine.optimizer, MuonZeroOptimizer):
         return original(*args, **kwargs)
-    engine.optimizer.load_found(engine._ds_muon_found, from_fp32_weights=engine.zero_load_from_fp32_weights())
+    found = engine._ds_muon_found
+    engine.optimizer.load_found(found, from_fp32_weights=engine.zero_load_from_fp32_weights())
+    if isinstance(found, FoundUniversal) and not found.content.of_dsmuon:
+        # Its rates are of another optimizer: those of this run are set, for the place that its schedule has reached.
+        set_scheduled_rates(engine.lr_scheduler)
     return True
 
 

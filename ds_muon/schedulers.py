@@ -11,7 +11,7 @@ from numbers import Real
 from typing import Any
 
 from deepspeed.runtime.lr_schedules import OneCycle, WarmupLR
-from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
+from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR
 
 from ds_muon.learning_rates import Schedule, own_momentum, spread
 from ds_muon.optimizer import DSMuon
@@ -73,3 +73,23 @@ def highest_rates(scheduler: Any, optimizer: DSMuon) -> list[float]:
     # A subclass of somebody's may keep them otherwise: what is warned about must not end a run.
     rates = [float(rate) for rate in reached if isinstance(rate, Real)]
     return rates if len(rates) == len(configured) else configured
+
+
+def set_scheduled_rates(scheduler: Any) -> None:
+    """Give every param group the rate of the step that the scheduler has come to, where it can say so.
+
+    A scheduler that computes each rate from the one before cannot: its groups go on from the rates they have.
+    """
+    if (reached := getattr(scheduler, "last_batch_iteration", -1)) >= 0:  # DeepSpeed's
+        scheduler.step(reached)
+        return
+    if isinstance(scheduler, LambdaLR):
+        factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+        rates = [base * factor for base, factor in zip(scheduler.base_lrs, factors, strict=True)]
+    elif hasattr(scheduler, "_get_closed_form_lr"):
+        rates = scheduler._get_closed_form_lr()
+    else:
+        return
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    scheduler._last_lr = list(rates)

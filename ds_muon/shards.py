@@ -23,6 +23,8 @@ SHARD = "ds_muon_shard"
 """Key in a checkpoint's shard: its ``description``."""
 SAVE = "ds_muon_save"
 """Key in a checkpoint's file of weights: the number of the ``Save``, its tag and its step, as in a description."""
+BASE, CLIP_GRAD = deepspeed_zero.BASE_OPTIMIZER_STATE, deepspeed_zero.CLIP_GRAD
+"""DeepSpeed's keys in a shard: state and param groups of the optimizer; gradient_clipping."""
 FORMAT = 1
 """Number of the format of these. A later ds_muon may write a larger one, which this one refuses."""
 
@@ -146,7 +148,10 @@ class Shards:
         if not isinstance(shard, Mapping):
             raise Misfit(f"{path} holds no state of a ZeRO optimizer; copy that file anew")
         if LAYOUT not in shard:
-            raise Misfit(f"it was saved by another optimizer, {_optimizer_of(saved)}, and not by DSMuon")
+            raise Misfit(
+                f"it was saved by another optimizer, {optimizer_of(saved)}, and not by DSMuon; of AdamW or DeepSpeed's "
+                "Muon, ds-muon migrate converts it"
+            )
         said = shard.get(SHARD) or self._of_unsaid(k, shard)
         if said["format"] > FORMAT:
             raise Misfit(f"{path} has format {said['format']}, of a later ds_muon; this one reads up to {FORMAT}")
@@ -165,7 +170,7 @@ class Shards:
             raise Misfit(
                 f"{self.path_of(k)} does not say what lies in it: it is of an early ds_muon, and loads only with the "
                 "world size, param groups, zero_optimization.round_robin_gradients and parameter_alignment that it was "
-                "saved with; load it so, and save it again"
+                "saved with; load it so, and save it again, or convert it by ds-muon migrate"
             )
         return {**ours, "rank": k}
 
@@ -220,7 +225,7 @@ def _read(engine: Any, path: Path) -> dict[str, Any]:
     return contents
 
 
-def _optimizer_of(saved: Mapping[str, Any]) -> str:
+def optimizer_of(saved: Mapping[str, Any]) -> str:
     """The optimizer that saved a checkpoint, by the config that DeepSpeed saves, else by its state."""
     config = saved.get("ds_config")
     section = config.get("optimizer") if isinstance(config, Mapping) else None

@@ -47,10 +47,11 @@ def store_updates(
 ) -> None:
     """See ``torch_passes.store_updates``."""
     batch, rows, cols = outputs.shape
-    for target in targets:
+    for target in targets:  # not by a function for each, for there may be thousands
         if target.shape != (rows, cols):
             raise ValueError(f"a target of shape {tuple(target.shape)} takes no output of {rows} x {cols}")
-        _elements(target)
+        if target.dtype != torch.float32 or not target.is_contiguous() or target.device != outputs.device:
+            raise ValueError("the kernels need contiguous targets in fp32 on the device of the outputs")
     shapes = (None, (batch, rows, 1), (batch, 1, cols))
     if len(targets) != batch or (None if factors is None else factors.shape) not in shapes:
         raise ValueError(f"{batch} outputs need as many targets, and a factor for each of their rows or columns")

@@ -25,7 +25,10 @@ MEASURED = ROOT / "docs" / "measured"
 
 # What the pages say of others: files that the user writes, options of launchers, keys of DeepSpeed's config.
 FILES_OF_USERS = {"train.py", "train_hf.py", "train_accelerate.py"}
-OPTIONS_OF_OTHERS = {"--num_accelerators", "--local_rank", "--nproc-per-node", "--module", "--allow-run-as-root"}
+OPTIONS_OF_OTHERS = {
+    *("--num_accelerators", "--local_rank", "--nproc-per-node", "--module", "--allow-run-as-root"),
+    "--inject_missing_state",
+}
 KEYS_OF_DEEPSPEED = {"type", "reduce_scatter", "gradient_clipping", "overlap_comm", "grad_accum_dtype"}
 
 
@@ -185,7 +188,15 @@ def test_commands_that_are_shown_are_understood(path: Path, capsys: pytest.Captu
 
 
 def test_options_that_are_named_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    ours = [["verify"], ["replay"], ["plan"], ["bench", "step"], ["bench", "newton-schulz"]]
+    ours = [
+        ["verify"],
+        ["replay"],
+        ["plan"],
+        ["to-universal"],
+        ["migrate"],
+        ["bench", "step"],
+        ["bench", "newton-schulz"],
+    ]
     known = "".join(help_of(words, capsys) for words in ours)
     known += "".join(path.read_text() for path in (ROOT / "scripts").iterdir() if path.is_file())
     for path in TEXTS:

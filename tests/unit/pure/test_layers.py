@@ -14,9 +14,12 @@ MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted((ROOT / "ds_muon").rglob("*.py"))
 }
-INSTRUMENTS = ("verify", "bench", "sample", "plan_cost", "plan_command", "replay", "cli", "ranks", "leash", "options")
+INSTRUMENTS = (
+    *("verify", "bench", "sample", "plan_cost", "plan_command", "replay", "cli", "ranks", "leash", "options"),
+    *("ordinary", "convert", "to_universal", "migrate"),
+)
 # What may know DeepSpeed, beside the instruments.
-BOUND_TO_DEEPSPEED = {"registration", "schedulers", "zero", "checkpoint", "shards", "saving"}
+BOUND_TO_DEEPSPEED = {"registration", "schedulers", "zero", "zero_base", "checkpoint", "shards", "saving"}
 # The one arrow from the engine to an instrument: taken only in a run that asks to be checked.
 ON_REQUEST = ("ds_muon.registration", "ds_muon.verify.in_training")
 

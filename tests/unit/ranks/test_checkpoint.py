@@ -239,7 +239,7 @@ def test_the_optimizer_is_named_by_its_state_where_the_config_has_none() -> None
         (None, [adam], "which has no state"),
     ):
         saved = {"ds_config": config, "optimizer_state_dict": {"base_optimizer_state": base}}
-        assert shards._optimizer_of(saved) == named
+        assert shards.optimizer_of(saved) == named
 
 
 @pytest.mark.parametrize("fate", ["missing", "cut short"])

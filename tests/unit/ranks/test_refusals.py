@@ -138,10 +138,6 @@ CONFIGS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"torch_autocast": {"enabled": True, "dtype": "float16"}},
         ["torch_autocast.dtype = float16", "bfloat16"],
     ),
-    "universal checkpoint": (
-        {"checkpoint": {"load_universal": True}},
-        ["checkpoint.load_universal = true", "set it to false"],
-    ),
     "sequence parallel mesh": (
         {"sequence_parallel_size": 2, "data_parallel_size": 1},
         ["sequence_parallel_size = 2", "parallel_state_sp"],

@@ -55,7 +55,7 @@ STEP: dict[str, tuple[str, str]] = {
 
 LOAD: dict[str, tuple[str, str]] = {
     "_wait_for_offload_copies": ("", _OFFLOAD),
-    "_load_universal_checkpoint": ("", "of universal checkpoints, which are refused"),
+    "_load_universal_checkpoint": ("universal.check_universal_before_loading", "into the same Found"),
     "_load_legacy_checkpoint": ("zero.MuonZeroOptimizer.load_found", "of any number of ranks, by parameter"),
     "_load_global_state": ("zero.MuonZeroOptimizer.load_found", _THEIRS),
     "loss_scaler": ("zero.MuonZeroOptimizer.load_found", _THEIRS),
