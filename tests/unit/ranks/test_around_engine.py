@@ -234,6 +234,33 @@ def test_a_checkpoint_loads_over_other_storage(tmp_path: Path, how: dict[str, bo
     assert found == [optimizer == "DSMuon" or how == {}] * 2
 
 
+def save_with_an_average(config: dict[str, Any], folder: str) -> tuple[str, bool]:
+    """What is said of a checkpoint that was saved while an average stood in; whether training goes on right."""
+    engine = start(PrescribedGradients(SHAPES), config)
+    train_step(engine, gradients_of(engine, 0))
+    weights = [p.data.clone() for p in engine.module.parameters()]
+    for p in engine.module.parameters():
+        p.data.mul_(0.5)
+    engine.save_checkpoint(folder)
+    for p, weight in zip(engine.module.parameters(), weights, strict=True):
+        p.data.copy_(weight)
+    train_step(engine, gradients_of(engine, 1))
+    right, said = full_weights(engine), ""
+    try:
+        engine.load_checkpoint(folder)
+    except ValueError as error:
+        said = str(error)
+    train_step(engine, gradients_of(engine, 1))
+    return said, is_bound(engine) and all(torch.equal(w, right[name]) for name, w in full_weights(engine).items())
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_checkpoint_that_was_saved_with_an_average_in_place_is_known_for_one(tmp_path: Path, optimizer: str) -> None:
+    for said, right in run_ranks(2, save_with_an_average, config_of(optimizer, dtype="bfloat16"), str(tmp_path)):
+        assert right
+        assert ("A script may have written into one of them before it saved" in said) == (optimizer == "DSMuon")
+
+
 # ---- states that are offloaded --------------------------------------------------------------------------------------
 
 
@@ -275,6 +302,33 @@ def offload_and_reload(config: dict[str, Any], how: dict[str, Any] | None) -> di
     found |= {"weights": full_weights(engine), "bound": is_bound(engine)}
     engine.destroy()
     return found
+
+
+def save_and_load_while_away(config: dict[str, Any], folder: str, which: str) -> dict[str, Tensor]:
+    engine = start(PrescribedGradients(SHAPES), config)
+    train_step(engine, gradients_of(engine, 0))
+    for do in ("save", "load"):
+        if do == which:
+            away(engine, pin_memory=True)
+        if do == "save":
+            engine.save_checkpoint(folder)
+        else:
+            engine.load_checkpoint(folder)
+        engine.reload_states()
+        if do == "save":
+            train_step(engine, gradients_of(engine, 9))
+    assert is_bound(engine)
+    train_step(engine, gradients_of(engine, 1))
+    return full_weights(engine)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_states_that_are_away_are_saved_and_loaded(tmp_path: Path, optimizer: str) -> None:
+    config = config_of(optimizer, dtype="bfloat16")
+    expected, *found = (
+        run_ranks(2, save_and_load_while_away, config, str(tmp_path), which)[0] for which in ("", "save", "load")
+    )
+    assert all(torch.equal(w, weights[name]) for weights in found for name, w in expected.items())
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

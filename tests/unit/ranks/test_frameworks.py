@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tests.unit.ranks.test_any_size import by_name
 from tests.unit.ranks.test_checkpoint import assert_same
 from tests.unit.support.frameworks import forget_accelerate
-from tests.unit.support.models import ds_config, start
+from tests.unit.support.models import ds_config, full_weights, start
 from tests.unit.support.ranks import DEVICE, run_ranks
 
 pytest.importorskip("transformers", reason="needs transformers: pip install '.[integrations]'")
@@ -247,3 +247,35 @@ def test_adapters_come_and_go_between_saves(tmp_path: Path) -> None:
             {key: value for key, value in resumed["loaded"].items() if key != "model"},
             {key: value for key, value in second["end"].items() if key != "model"},
         )
+
+
+def train_beside_a_reference(reference: str) -> dict[str, Tensor]:
+    """Steps of an adapter, each with a look at what the model says without it, as preference training takes."""
+    engine = start(model_of("LoRA"), ds_config())
+    model = engine.module
+    if reference == "another adapter":
+        model.add_adapter("reference", model.peft_config["default"])
+        model.to(engine.device)
+    batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank())).to(engine.device)
+    for _ in range(2):
+        loss = engine(batch)["loss"]
+        with torch.no_grad():
+            if reference == "none":
+                with model.disable_adapter():
+                    model(batch)
+            elif reference == "another adapter":
+                model.set_adapter("reference")
+                model(batch)
+                model.set_adapter("default")
+        engine.backward(loss)
+        engine.step()
+    weights = full_weights(engine)
+    engine.destroy()
+    return weights
+
+
+@pytest.mark.parametrize("reference", ["none", "another adapter"])
+def test_an_adapter_that_is_switched_off_in_between_trains_on(reference: str) -> None:
+    pytest.importorskip("peft", reason="needs peft: pip install '.[integrations]'")
+    expected = run_ranks(2, train_beside_a_reference, "itself")[0]
+    assert_same(run_ranks(2, train_beside_a_reference, reference)[0], expected)
