@@ -8,9 +8,12 @@ import runpy
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[3]
 
@@ -42,7 +45,7 @@ def script(tmp_path: Path) -> Path:
     return tmp_path / "train.py"
 
 
-def run(*command: str, **environment: str) -> list[object]:
+def run(*command: str, **environment: str) -> list[Any]:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, "-m", *command],
@@ -113,19 +116,38 @@ os._exit(0)
 """
 
 
-@pytest.mark.full
-@pytest.mark.slow
-@pytest.mark.ranks
-def test_a_launched_run_resumes_at_another_number_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def resuming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """Runs the script on so many processes: a hash of all state after three steps, and the losses of the next ones."""
     (tmp_path / "train.py").write_text(RESUMING)
     (tmp_path / "ds_config.json").write_text((ROOT / "ds_configs" / "zero2_fp32.json").read_text())
     monkeypatch.chdir(tmp_path)
-    halves, losses = {}, {}
-    for ranks in (2, 1, 3):
+
+    def launched(ranks: int, **environment: str) -> list[Any]:
         launcher = ["deepspeed.launcher.runner", "--num_accelerators", str(ranks), "--master_port", free_port()]
-        halves[ranks], *losses[ranks] = run(*launcher, "train.py")
-    assert halves[1] == halves[2] == halves[3]
-    assert losses[1] == pytest.approx(losses[2], rel=1e-5) == losses[3]
+        return run(*launcher, "train.py", **environment)
+
+    return launched
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_launched_run_resumes_at_another_number_of_processes(resuming: Callable[..., list[Any]]) -> None:
+    (half, *losses), *resumed = (resuming(ranks) for ranks in (2, 1, 3))
+    for found, *further in resumed:
+        assert found == half and further == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_what_two_cpu_processes_saved_goes_on_on_one_gpu(resuming: Callable[..., list[Any]]) -> None:
+    half, *losses = resuming(2)
+    found, *further = resuming(1, DS_ACCELERATOR="cuda")
+    # Newton-Schulz is in fp16 there.
+    assert found == half and further == pytest.approx(losses, rel=0.05)
 
 
 @pytest.mark.full
