@@ -16,7 +16,7 @@ MODULES = {
 }
 INSTRUMENTS = (
     *("verify", "bench", "sample", "plan_cost", "plan_command", "replay", "cli", "ranks", "leash", "options"),
-    *("ordinary", "convert", "to_universal", "migrate"),
+    *("ordinary", "convert", "to_universal", "migrate", "doctor", "ds_config", "config_command"),
 )
 # What may know DeepSpeed, beside the instruments.
 BOUND_TO_DEEPSPEED = {"registration", "schedulers", "zero", "checkpoint", "shards", "saving"}
