@@ -17,7 +17,7 @@ from ds_muon import ds_config
 from ds_muon.config import AUTO_IS_A_CHOICE, DSMuonConfig, show
 from ds_muon.doctor.switch import switch
 from ds_muon.doctor.trainer import FILLED_IN, Filled, fill
-from ds_muon.learning_rates import far_off
+from ds_muon.learning_rates import GroupRate, far_off
 from ds_muon.optimizer import DSMuon
 from ds_muon.param_groups import split_param_groups
 from ds_muon.routing import route
@@ -106,29 +106,29 @@ def _backend(read: DSMuonConfig) -> list[str]:
 
 
 def _rates(filled: Filled, read: DSMuonConfig) -> list[Finding]:
-    """Of the scheduler on an optimizer with a group in each half: what it refuses, and rates that are far off."""
+    """What the scheduler refuses, and rates that are far off, for a param group in each half."""
     read = read.model_copy(update={"no_decay_params": (), "muon_blocks": (), "muon_params": (), "adamw_params": ()})
     model = nn.Sequential(OrderedDict(layer=nn.Linear(4, 8, device="cpu")))
     routing = route(model)
     try:
-        optimizer = DSMuon(split_param_groups(model, list(model.parameters()), routing, read), read, routing)
+        groups = split_param_groups(model, list(model.parameters()), routing, read)
     except ValueError as error:  # a rate times a decay that is no factor
         return [Finding("refused", str(error))]
+    configured = [GroupRate(group["lr"], group["use_muon"], group["user_group"]) for group in groups]
+    highest, found = [rate.lr for rate in configured], []
     section = filled.config.get("scheduler")
-    section = section if isinstance(section, Mapping) else {}
-    kind, params = section.get("type"), section.get("params")
-    stands_in = SimpleNamespace(scheduler_name=lambda: kind, scheduler_params=lambda: params)
-    scheduler = None
-    found = []
-    try:
-        with ds_config.quiet():
-            scheduler = DeepSpeedEngine._scheduler_from_config(stands_in, optimizer)
-    except Exception as error:  # DeepSpeed's, torch's or ours, whatever the arguments lead to
-        text = str(error) or type(error).__name__
-        found.append(Finding("refused", text if text.startswith("scheduler ") else f"scheduler {show(kind)}: {text}"))
+    if isinstance(section, Mapping) and section.get("type") is not None:
+        stands_in = SimpleNamespace(scheduler_name=lambda: section["type"], scheduler_params=lambda: section.get("params"))
+        optimizer = DSMuon(groups, read, routing)
+        try:
+            with ds_config.quiet():
+                highest = highest_rates(DeepSpeedEngine._scheduler_from_config(stands_in, optimizer), optimizer)
+        except Exception as error:  # DeepSpeed's, torch's or ours, whatever the arguments lead to
+            said = str(error) or type(error).__name__
+            said = said if said.startswith("scheduler ") else f"scheduler {show(section['type'])}: {said}"
+            found.append(Finding("refused", said))
     by_trainer = ' (with Trainer\'s own learning_rate; "auto" takes yours)' if filled.rate_is_given_elsewhere else ""
-    lines = far_off(highest_rates(scheduler, optimizer), optimizer.configured_rates, read)
-    return found + [Finding("warning", line + by_trainer) for line in lines]
+    return found + [Finding("warning", line + by_trainer) for line in far_off(highest, configured, read)]
 
 
 def _of_trainer(filled: Filled, read: DSMuonConfig) -> list[str]:
