@@ -6,7 +6,7 @@ leave the checkpoint's weights beside another optimizer state, and might stop on
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ds_muon.agree import gather, raise_together
 from ds_muon.dtypes import name_of
-from ds_muon.optimizer import ORIGIN, state_differences
+from ds_muon.optimizer import ORIGIN
 from ds_muon.param_groups import NO_DECAY
-from ds_muon.reshard import Buffers, Offsets, Piece, pieces
+from ds_muon.reshard import Buffers, Offsets, Stretch, stretches
 from ds_muon.say import say
 from ds_muon.shards import LAYOUT, SHARD, Facts, Misfit, Shards, description, layout, partition_sizes, states_of
 
@@ -39,14 +39,14 @@ class Found:
     Attributes:
         shards: those that this rank reads, by the rank that saved them.
         home: the shard from which this rank takes what is the same in all.
-        pieces: the slices of the partitions of this rank, and where they lie in the shards.
+        stretches: the slices of the partitions of this rank, and where they lie in the shards.
         sources: for each param group, the saved group whose rates and settings it takes over.
         rows: for each parameter its saved group, its first row in NorMuon's ``row_variance`` there, and their number.
     """
 
     shards: Mapping[int, Mapping[str, Any]]
     home: int
-    pieces: tuple[Piece, ...]
+    stretches: tuple[Stretch, ...]
     sources: tuple[int, ...]
     rows: Mapping[str, tuple[int, int, int]]
 
@@ -66,15 +66,15 @@ class Found:
         saved = self.whole[deepspeed_zero.BASE_OPTIMIZER_STATE]["param_groups"]
         return [saved[source] for source in self.sources]
 
-    def weights(self, piece: Piece) -> Tensor:
-        """The fp32 weights of a piece: (numel,)."""
-        flat: Tensor = self.shards[piece.shard][deepspeed_zero.SINGLE_PARTITION_OF_FP32_GROUPS][piece.saved_group]
-        return flat.narrow(0, piece.saved_offset, piece.numel)
+    def weights(self, stretch: Stretch) -> Tensor:
+        """The fp32 weights of a stretch: (numel,)."""
+        flat: Tensor = self.shards[stretch.shard][deepspeed_zero.SINGLE_PARTITION_OF_FP32_GROUPS][stretch.saved_group]
+        return flat.narrow(0, stretch.saved_offset, stretch.numel)
 
-    def state(self, piece: Piece, key: str) -> Tensor:
-        """A piece of the optimizer's state: (numel,)."""
-        flat: Tensor = states_of(self.shards[piece.shard])[piece.saved_group][key]
-        return flat.narrow(0, piece.saved_offset, piece.numel)
+    def state(self, stretch: Stretch, key: str) -> Tensor:
+        """A stretch of the optimizer's state: (numel,)."""
+        flat: Tensor = states_of(self.shards[stretch.shard])[stretch.saved_group][key]
+        return flat.narrow(0, stretch.saved_offset, stretch.numel)
 
     def whole_state(self, source: int, key: str) -> Tensor:
         """State of a saved param group that is not cut."""
@@ -164,8 +164,8 @@ def _fit(engine: Any, files: Shards, seen: Sequence[tuple[str, Mapping[int, Fact
 
     numels = {name: p.numel() for params in zero.bit16_groups for p in params for name in (zero.param_names[p],)}
     saved_buffers = Buffers(whole[LAYOUT], partition_sizes(states))
-    to_hold = tuple(pieces(saved_buffers, Buffers(ours, zero.partition_size), numels, rank))
-    shards = {k: opened(k) for k in sorted({home, *(piece.shard for piece in to_hold)})}
+    to_hold = tuple(stretches(saved_buffers, Buffers(ours, zero.partition_size), numels, rank))
+    shards = {k: opened(k) for k in sorted({home, *(stretch.shard for stretch in to_hold)})}
     return Found(shards, home, to_hold, sources, rows_of(whole[SHARD]["params"]))
 
 
@@ -192,7 +192,7 @@ def fit_groups(engine: Any, whole: Mapping[str, Any], *, with_scheduler: bool) -
     sources = _sources(whole[LAYOUT], ours, saved_groups, states)
     for i, source in enumerate(sources):
         (p,) = groups[i]["params"]
-        for difference in state_differences(saved_groups[source], states[source], groups[i], zero.optimizer.state[p]):
+        for difference in _state_differences(saved_groups[source], states[source], groups[i], zero.optimizer.state[p]):
             raise Misfit(f"it was saved by another optimizer or variant: {difference}")
     if not zero.compute_grad_norm and whole[deepspeed_zero.CLIP_GRAD] > 0:
         raise Misfit("it was saved with gradient_clipping, which zero_optimization.compute_grad_norm = false forbids")
@@ -374,3 +374,23 @@ def _other_groups(
                 "no_decay_params it was saved with"
             )
     return None
+
+
+def _state_differences(
+    saved_group: Mapping[str, Any], theirs: Mapping[str, Any], group: Mapping[str, Any], mine: Mapping[str, Any]
+) -> Iterator[str]:
+    """Why the state of a saved group is none for the parameters of ``group``, wherever they are cut.
+
+    Args:
+        theirs, mine: the state that was saved, and this optimizer's, by key.
+    """
+    if group["use_muon"] and ("row_variance" in theirs) != ("row_variance" in mine):
+        names = ['"normuon"' if "row_variance" in state else '"muon"' for state in (theirs, mine)]
+        yield f"its variant is {names[0]}, this optimizer's {names[1]}; set optimizer.params.variant to {names[0]}"
+    if theirs.keys() != mine.keys():
+        yield f"its state has {sorted(theirs)}, this optimizer's has {sorted(mine)}"
+    for key in ("use_muon", "momentum", "nesterov"):
+        if key in group and key not in saved_group:
+            yield f"its param groups have no {key!r}"
+    if saved_group.get("use_muon") != group["use_muon"]:
+        yield "a group of matrices was AdamW's, or the other way round"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
@@ -196,14 +197,14 @@ class MuonGroup:
         Args:
             batch: matrices, each with the U of its unit.
         """
-        inputs = [(matrix, matrix.of(unit)) for matrix, unit in batch]
+        copies = _Copies()
+        inputs = [(m, copies.of(m, unit) if m.piece.strips else unit) for m, unit in batch]
         outputs = self.orthogonalize(inputs)
         factors = self._factors(inputs, outputs, variance)
         targets = [u for _, u in inputs]
         here, away = (None, None) if factors is None else (factors[:count], factors[count:])
         store_updates(outputs[:count], targets[:count], scale=self._scale(batch[0][0]), factors=here)
-        for (matrix, unit), update in zip(batch[:count], targets, strict=False):
-            matrix.put(update, unit)
+        copies.put_back(batch[:count])
         if count == len(batch):
             return ()
         if away is not None:
@@ -254,6 +255,35 @@ def _runs(whole: Sequence[tuple[Unit, Slice]]) -> list[tuple[int, int, int, int]
     return runs
 
 
+class _Copies:
+    """Copies of the strips in a batch. Of a unit with even strips all at once, for every head may be a strip."""
+
+    def __init__(self) -> None:
+        self._of_units: dict[int, Sequence[Tensor]] = {}
+
+    def of(self, matrix: Matrix, unit: Tensor) -> Tensor:
+        """The matrix, (rows, cols), contiguous."""
+        if id(unit) not in self._of_units:
+            piece, even = matrix.piece, matrix.piece.stacked(unit)
+            if even is None:
+                self._of_units[id(unit)] = [piece.matrix(unit, number) for number in range(len(piece.strips))]
+            else:
+                self._of_units[id(unit)] = even.contiguous().view(-1, matrix.rows, matrix.cols).unbind()
+        return self._of_units[id(unit)][matrix.number]
+
+    def put_back(self, matrices: _Batch) -> None:
+        """Write the copies of these matrices to their units."""
+        counts = Counter(id(unit) for _, unit in matrices)
+        for matrix, unit in matrices:
+            if (copies := self._of_units.get(id(unit))) is None:
+                continue
+            even = matrix.piece.stacked(unit) if counts[id(unit)] == len(copies) else None
+            if even is None:
+                matrix.piece.store(copies[matrix.number], unit, matrix.number)
+            elif matrix.number == 0:
+                even.copy_(torch.stack(list(copies)).view(even.shape))
+
+
 def _assembled(unit: Unit, results: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """The results of a unit's matrices, (rows, cols)."""
     outputs = [results[matrix.name] for matrix in unit.matrices]
@@ -261,7 +291,7 @@ def _assembled(unit: Unit, results: Mapping[str, Tensor], dtype: torch.dtype) ->
         return outputs[0]
     whole = torch.empty(unit.rows, unit.cols, dtype=dtype, device=outputs[0].device)
     for matrix, output in zip(unit.matrices, outputs, strict=True):
-        matrix.put(output, whole)
+        matrix.piece.store(output, whole, matrix.number)
     return whole
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -190,26 +190,6 @@ class DSMuon(Optimizer):
             group.update({key: value for key, value in saved.items() if key not in ("params", *ORIGIN)})
         # The checkpoint may be of another device, or of a torch whose AdamW reads other keys.
         self._set_implementation()
-
-
-def state_differences(
-    saved_group: Mapping[str, Any], theirs: Mapping[str, Any], group: Mapping[str, Any], mine: Mapping[str, Any]
-) -> Iterator[str]:
-    """Why the state of a saved group is none for the parameters of ``group``, wherever they are cut.
-
-    Args:
-        theirs, mine: the state that was saved, and this optimizer's, by key.
-    """
-    if group["use_muon"] and ("row_variance" in theirs) != ("row_variance" in mine):
-        names = ['"normuon"' if "row_variance" in state else '"muon"' for state in (theirs, mine)]
-        yield f"its variant is {names[0]}, this optimizer's {names[1]}; set optimizer.params.variant to {names[0]}"
-    if theirs.keys() != mine.keys():
-        yield f"its state has {sorted(theirs)}, this optimizer's has {sorted(mine)}"
-    for key in ("use_muon", "momentum", "nesterov"):
-        if key in group and key not in saved_group:
-            yield f"its param groups have no {key!r}"
-    if saved_group.get("use_muon") != group["use_muon"]:
-        yield "a group of matrices was AdamW's, or the other way round"
 
 
 def _in_pieces(

@@ -75,8 +75,8 @@ FAULTS = (
         "ranks/test_around_engine.py",
     ),
     Fault("zero", "            group.commit(self.optimizer.row_variance(i))", "            pass", NORMUON),
-    Fault("zero", "pad(partition_size)", "pad(0)", STEP),
-    Fault("zero", "numel = min(param.numel() - start, partition_size - target)", "numel = param.numel() - start", STEP),
+    Fault("zero_base", "pad(partition_size)", "pad(0)", STEP),
+    Fault("zero_base", "numel = min(param.numel() - start, partition_size - target)", "numel = param.numel() - start", STEP),
     Fault("zero", "                raise_together(None if", "                print(None if", "ranks/test_around_engine.py"),
     # ---- the decision
     Fault("guard", "dist.all_reduce(sums, group=self._process_group)", "pass", GUARD),

@@ -1,0 +1,201 @@
+"""DeepSpeed's ZeRO-1/2 optimizer around DSMuon's step: what it must not do, and how its state is saved and loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.checkpoint.constants import LOSS_SCALER
+from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
+from torch import Tensor
+
+from ds_muon.checkpoint import Found
+from ds_muon.muon_group import MuonGroup
+from ds_muon.optimizer import CUT_STATE
+from ds_muon.progress import Progress
+from ds_muon.refusals import NO_GRADIENTS, DSMuonRefusal
+from ds_muon.shards import LAYOUT, SHARD, Save, description, layout
+
+
+class MuonZeroBase(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
+    """``DeepSpeedZeroOptimizer`` whose own Muon never runs, and whose state loads at any number of ranks.
+
+    Attributes:
+        muon_groups: one per Muon param group, which are the first ones.
+        save: the ``save_checkpoint`` under way, which shards name. ``registration`` sets it; else None.
+    """
+
+    muon_groups: list[MuonGroup]
+    save: Save | None = None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: see ``DSMuon.add_param_group``."""
+        self.optimizer.add_param_group(param_group)
+
+    def _shapes(self, group_index: int) -> list[tuple[str, tuple[int, ...]]]:
+        """Name and shape of each tensor of a Muon group, in the group's order."""
+        return [(self.param_names[p], tuple(p.shape)) for p in self.bit16_groups[group_index]]
+
+    # ---- gradients, as DeepSpeed's reduction leaves them --------------------------------------------------------
+
+    def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
+        """DeepSpeed's own, refused without gradients. At ZeRO-1 ``engine.step`` calls it if the script accumulates."""
+        self._refuse_without_backward()
+        super().reduce_gradients(pipeline_parallel=pipeline_parallel)
+
+    def finalize_gradient_accumulation_boundary(self) -> None:
+        """The same at ZeRO-2."""
+        self._refuse_without_backward()
+        super().finalize_gradient_accumulation_boundary()
+
+    def _refuse_without_backward(self) -> None:
+        # Hooks of the parameters count micro_step_id up; the step sets it back. At ZeRO-1 there may be no hooks.
+        if self.micro_step_id == deepspeed_zero.INITIAL_MICRO_STEP_ID and all(
+            self.get_gradient_for_reduction(p) is None for group in self.bit16_groups for p in group
+        ):
+            raise DSMuonRefusal(NO_GRADIENTS)
+
+    def get_flat_partition(
+        self,
+        tensor_list: list[Tensor],
+        first_offset: int,
+        partition_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        param_group_idx: int,
+        return_tensor_list: bool = False,
+    ) -> Any:
+        """This rank's fragments of the averaged gradients, in flat order, with zeros in the gaps.
+
+        DeepSpeed's method of this name also runs its own Muon on parameters tagged ``use_muon``. This one never does.
+        """
+        starts = self.grad_start_offset[param_group_idx][self._partition_id(param_group_idx)]
+        targets = self.grad_partition_insertion_offset[param_group_idx][self._partition_id(param_group_idx)]
+        fragments: list[Tensor] = []
+        filled = 0
+
+        def pad(until: int) -> None:
+            if until > filled:
+                padding = torch.zeros(until - filled, dtype=dtype, device=device)
+                padding._zero_padding = True  # type: ignore[attr-defined]  # DeepSpeed's mark: no parameter's gradient
+                fragments.append(padding)
+
+        for param, gradient in zip(tensor_list, self.all_grad_tensors[param_group_idx], strict=True):
+            start, target = starts[self.get_param_id(param)], targets[self.get_param_id(param)]
+            numel = min(param.numel() - start, partition_size - target)
+            pad(target)
+            whole = numel == param.numel()
+            fragments.append(gradient if whole else gradient.reshape(-1).narrow(0, start, numel))
+            filled = target + numel
+        pad(partition_size)
+        return fragments if return_tensor_list else self.flatten(fragments)
+
+    def _partition_id(self, group_index: int) -> int:
+        return dist.get_rank(self.real_dp_process_group[group_index])
+
+    def _is_muon_group(self, tensor_list: list[Tensor]) -> bool:
+        """False: DeepSpeed's own Muon never runs, whatever tags the parameters carry."""
+        return False
+
+    # ---- the model's weights --------------------------------------------------------------------------------------
+
+    def _bind_model(self, *, keep: bool = False) -> None:
+        """Make every parameter a view of the flat 16-bit weights again, if a script has given it other storage.
+
+        ``p.data = ...``, ``module.float()``, ``module.cpu()`` and an RNN's ``flatten_parameters`` do that. Looking at
+        a parameter costs the host two microseconds.
+
+        Args:
+            keep: whether such a parameter's values survive; else it gets those of the flat weights.
+        """
+        groups = (self.bit16_groups_flat, self.round_robin_bit16_groups, self.round_robin_bit16_offsets)
+        for flat, params, offsets, metas in zip(*groups, self.round_robin_bit16_meta, strict=True):
+            start, size = flat.data_ptr(), flat.element_size()
+            for p, offset, meta in zip(params, offsets, metas, strict=True):
+                if (
+                    p.data_ptr() != start + size * offset
+                    or p.dtype != flat.dtype
+                    or p.shape != meta.shape
+                    or not p.is_contiguous()
+                ):
+                    weight = flat.narrow(0, offset, meta.numel()).view(meta.shape)
+                    if keep:
+                        weight.copy_(p.data)
+                    p.data = weight
+
+    # ---- checkpoints --------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """DeepSpeed's own, with the ``layout`` and a ``description`` of what lies in it."""
+        state: dict[str, Any] = super().state_dict()
+        return {**state, LAYOUT: layout(self), SHARD: description(self, self.save)}
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: ``engine.load_checkpoint`` loads through ``load_found``."""
+        raise NotImplementedError(
+            "DSMuon's ZeRO optimizer loads no state dict; use engine.load_checkpoint, which reads from all shards what "
+            "this rank will hold"
+        )
+
+    @torch.no_grad()
+    def load_found(self, found: Found, *, from_fp32_weights: bool) -> None:
+        """Load this rank's partitions, and what is the same on every rank, from the shards of any number of ranks.
+
+        Modifies fp32 weights, state, rates, settings and the loss scaler, in place. The engine has loaded the model's
+        weights before; they stay, unless they were saved in another dtype: then they are the fp32 ones rounded, and the
+        loss scaler stays. A collective.
+
+        Args:
+            found: from ``check_before_loading``.
+            from_fp32_weights: whether to load the fp32 weights; else they are made from the weights that the model has.
+        """
+        same_dtype = found.is_of_dtype(self.bit16_groups_flat[0].dtype)
+        scaler = (LOSS_SCALER, "dynamic_loss_scale")
+        self._load_global_state({k: v for k, v in found.whole.items() if same_dtype or k not in scaler})
+        self.optimizer.load_groups(found.groups)
+        states = [self.optimizer.state[p] for group in self.optimizer.param_groups for p in group["params"]]
+        weights = self.single_partition_of_fp32_groups
+        targets = [{key: tensor for key, tensor in state.items() if key in CUT_STATE} for state in states]
+        size = [sum(t.element_size() for t in of.values()) + 4 * from_fp32_weights for of in targets]
+        progress = Progress("load_checkpoint: rank 0 has read", sum(size[s.group] * s.numel for s in found.stretches))
+        for stretch in found.stretches:
+            here = slice(stretch.offset, stretch.offset + stretch.numel)
+            if from_fp32_weights:
+                weights[stretch.group][here].copy_(found.weights(stretch))
+            for key, target in targets[stretch.group].items():
+                target[here].copy_(found.state(stretch, key))
+            progress.add(size[stretch.group] * stretch.numel)
+        for state, source in zip(states, found.sources, strict=True):
+            if "step" in state:
+                state["step"].copy_(found.whole_state(source, "step"))
+        for i, group in enumerate(self.muon_groups):
+            variance = self.optimizer.row_variance(i)
+            if variance is not None and group.row_variance is not None:
+                for name, _ in self._shapes(i):
+                    group.row_variance.of_tensor(variance, name).copy_(found.row_variance(name))
+        if from_fp32_weights and not same_dtype:
+            # The engine has loaded weights that were rounded to another dtype.
+            self.update_lp_params()
+            self._bind_model()
+        elif from_fp32_weights:
+            self._bind_model(keep=True)
+        else:
+            self._restore_from_bit16_weights()
+        self._link_all_hp_params()
+        self._link_optimizer_state()
+
+    def _restore_from_bit16_weights(self) -> None:
+        """DeepSpeed's own, from the weights that the model holds, wherever a script has put them."""
+        self._bind_model(keep=True)
+        super()._restore_from_bit16_weights()
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """DeepSpeed's own, then new links, so that ``safe_get_full_optimizer_state`` reads the state in use."""
+        super().reload_states(non_blocking)
+        self._link_optimizer_state()
+
+    def _link_optimizer_state(self) -> None:
+        # DeepSpeed has linked the parameters anew, without the optimizer's state, or has put that state elsewhere.
+        self._hp_optimizer_states_linked = False
+        self._lazy_init_hp_params_optimizer_state()
