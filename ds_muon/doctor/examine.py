@@ -118,14 +118,15 @@ def _rates(filled: Filled, read: DSMuonConfig) -> list[Finding]:
     highest, found = [rate.lr for rate in configured], []
     section = filled.config.get("scheduler")
     if isinstance(section, Mapping) and section.get("type") is not None:
-        stands_in = SimpleNamespace(scheduler_name=lambda: section["type"], scheduler_params=lambda: section.get("params"))
+        kind, params = section["type"], section.get("params")
+        stands_in = SimpleNamespace(scheduler_name=lambda: kind, scheduler_params=lambda: params)
         optimizer = DSMuon(groups, read, routing)
         try:
             with ds_config.quiet():
                 highest = highest_rates(DeepSpeedEngine._scheduler_from_config(stands_in, optimizer), optimizer)
         except Exception as error:  # DeepSpeed's, torch's or ours, whatever the arguments lead to
             said = str(error) or type(error).__name__
-            said = said if said.startswith("scheduler ") else f"scheduler {show(section['type'])}: {said}"
+            said = said if said.startswith("scheduler ") else f"scheduler {show(kind)}: {said}"
             found.append(Finding("refused", said))
     by_trainer = ' (with Trainer\'s own learning_rate; "auto" takes yours)' if filled.rate_is_given_elsewhere else ""
     return found + [Finding("warning", line + by_trainer) for line in far_off(highest, configured, read)]
