@@ -12,6 +12,7 @@ from torch import Tensor
 from ds_muon.capture import NanCapture
 from ds_muon.exchange import Exchange, Transfer, result_dtype
 from ds_muon.normuon import RowVariance
+from ds_muon.offload import STAGING_BYTES, Ferry
 from ds_muon.orthogonalize import NewtonSchulz, batches, orthogonalize_batch
 from ds_muon.passes import Held, Segments, Where, rows_of, store_updates, sum_of_squares
 from ds_muon.plan.partition import GroupPlan, Matrix, Slice, Unit
@@ -48,6 +49,7 @@ class MuonGroup:
         adjust_lr_fn: see ``update_scale``.
         beta2: NorMuon's; None for plain Muon.
         capture: saves the inputs of results that are not finite.
+        ferry: to the accelerator, if partitions are on the host; None if they are where Newton-Schulz runs.
     """
 
     def __init__(
@@ -61,8 +63,9 @@ class MuonGroup:
         adjust_lr_fn: str,
         beta2: float | None,
         capture: NanCapture,
+        ferry: Ferry | None = None,
     ) -> None:
-        self.exchange = Exchange(plan, rank, process_group)
+        self.exchange = Exchange(plan, rank, process_group, None if ferry is None else ferry.device)
         self.row_variance: RowVariance | None = None
         """Where the rows of NorMuon's state lie; None for plain Muon."""
         if beta2 is not None:
@@ -77,6 +80,7 @@ class MuonGroup:
         self._settings = settings
         self._adjust_lr_fn = adjust_lr_fn
         self._capture = capture
+        self._ferry = ferry
         # Once, because a model may have thousands of experts.
         self._whole = [(unit, held) for unit, held in self._held if not unit.travels]
         self._runs = _runs(self._whole)
@@ -170,8 +174,12 @@ class MuonGroup:
         """See ``order_batches``. Kept, because it is the same in every step and takes time on the host."""
         if self._order is None:
             matrices = [matrix for matrix, _ in inputs]
-            device = inputs[0][1].device if inputs else torch.device("cpu")
-            self._order = order_batches(matrices, whole, self._settings, device)
+            if self._ferry is not None:
+                # While one batch is orthogonalized, the next goes up.
+                device, most = self._ferry.device, STAGING_BYTES // 2
+            else:
+                device, most = inputs[0][1].device if inputs else torch.device("cpu"), None
+            self._order = order_batches(matrices, whole, self._settings, device, most)
         return self._order
 
     def _update_and_return(
@@ -196,12 +204,16 @@ class MuonGroup:
         Args:
             batch: matrices, each with the U of its unit.
         """
-        inputs = [(matrix, matrix.of(unit)) for matrix, unit in batch]
+        targets = [matrix.of(unit) for matrix, unit in batch]
+        lifted = targets if self._ferry is None else [*self._ferry.up(targets[:count]), *targets[count:]]
+        inputs = [(matrix, u) for (matrix, _), u in zip(batch, lifted, strict=True)]
         outputs = self.orthogonalize(inputs)
         factors = self._factors(inputs, outputs, variance)
-        targets = [u for _, u in inputs]
         here, away = (None, None) if factors is None else (factors[:count], factors[count:])
-        store_updates(outputs[:count], targets[:count], scale=self._scale(batch[0][0]), factors=here)
+        stored = outputs[:count]
+        if self._ferry is not None and count:
+            stored, here = self._ferry.down(stored), None if here is None else self._ferry.down(here)
+        store_updates(stored, targets[:count], scale=self._scale(batch[0][0]), factors=here)
         for (matrix, unit), update in zip(batch[:count], targets, strict=False):
             matrix.put(update, unit)
         if count == len(batch):
@@ -266,7 +278,7 @@ def _assembled(unit: Unit, results: Mapping[str, Tensor], dtype: torch.dtype) ->
 
 
 def order_batches(
-    matrices: Sequence[Matrix], whole: int, settings: NewtonSchulz, device: torch.device
+    matrices: Sequence[Matrix], whole: int, settings: NewtonSchulz, device: torch.device, most: int | None = None
 ) -> tuple[_Indices, _Indices, _Indices]:
     """The batches that a rank runs, as indices: before the gathered matrices arrive, with them, and after.
 
@@ -278,7 +290,8 @@ def order_batches(
         matrices: the gathered ones come last. A batch has one layout: scale and NorMuon's rows depend on it.
         whole: how many do not travel.
         settings: of the iteration.
-        device: of the matrices.
+        device: of the matrices, when they are orthogonalized.
+        most: bytes of U in a batch; a larger matrix is alone. None for no such bound.
     """
     in_out = {i for i, matrix in enumerate(matrices) if matrix.layout == "in_out"}
     shapes = [(matrix.rows, matrix.cols) for matrix in matrices]
@@ -294,8 +307,17 @@ def order_batches(
     for first, end in [(0, whole), (whole, len(matrices))] if apart else [(0, len(matrices))]:
         for alike in ([i for i in range(first, end) if (i in in_out) is turned] for turned in (False, True)):
             for indices in batches([shapes[i] for i in alike], device, settings):
-                chosen = [alike[i] for i in indices]
-                (ready if chosen[-1] < whole else waiting).append(chosen)
+                for chosen in _cut([alike[i] for i in indices], shapes, most):
+                    (ready if chosen[-1] < whole else waiting).append(chosen)
     costs = [cost(indices) for indices in ready]
     before = sum(2 * done < sum(costs) for done in accumulate(costs, initial=0))
     return ready[:before], waiting, ready[before:]
+
+
+def _cut(indices: Sequence[int], shapes: Sequence[tuple[int, int]], most: int | None) -> list[Sequence[int]]:
+    """A batch in parts of about equal size, each with at most ``most`` bytes of U, or one matrix."""
+    if most is None:
+        return [indices]
+    rows, cols = shapes[indices[0]]
+    parts = -(-len(indices) // max(1, most // max(1, rows * cols * torch.float32.itemsize)))
+    return [indices[len(indices) * part // parts : len(indices) * (part + 1) // parts] for part in range(parts)]

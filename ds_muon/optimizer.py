@@ -89,7 +89,7 @@ class DSMuon(Optimizer):
     def adamw_groups(self) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if not group["use_muon"]]
 
-    def init_state(self, rows: Sequence[int]) -> None:
+    def init_state(self, rows: Sequence[int], device: torch.device | None = None) -> None:
         """Allocate all state as zeros, once the groups hold their flat partitions.
 
         ZeRO links state tensors to model parameters only once. So they exist before the first step, and from then on
@@ -97,6 +97,7 @@ class DSMuon(Optimizer):
 
         Args:
             rows: for each Muon group, the number of rows (outputs) of all its matrices.
+            device: of the accelerator, where NorMuon's second moments are; by default where the partitions are.
         """
         for i, group in enumerate(self.param_groups):
             for p in group["params"]:
@@ -104,8 +105,9 @@ class DSMuon(Optimizer):
                     dtype = DTYPES[self.config.momentum_dtype]
                     self.state[p] = {"momentum_buffer": torch.zeros_like(p, dtype=dtype, requires_grad=False)}
                     if self.config.variant == "normuon":
+                        there = device or p.device
                         # A column, because ZeRO takes state of the partition's own shape to be partitioned.
-                        self.state[p]["row_variance"] = torch.zeros((rows[i], 1), dtype=torch.float32, device=p.device)
+                        self.state[p]["row_variance"] = torch.zeros((rows[i], 1), dtype=torch.float32, device=there)
                 else:
                     self.state[p] = {
                         "step": torch.zeros((), dtype=torch.float32, device=p.device),

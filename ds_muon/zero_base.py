@@ -16,9 +16,10 @@ from ds_muon.optimizer import CUT_STATE
 from ds_muon.progress import Progress
 from ds_muon.refusals import NO_GRADIENTS, DSMuonRefusal
 from ds_muon.shards import LAYOUT, SHARD, Save, description, layout
+from ds_muon.zero_offload import OffloadZero
 
 
-class MuonZeroBase(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
+class MuonZeroBase(OffloadZero):
     """``DeepSpeedZeroOptimizer`` whose own Muon never runs, and whose state loads at any number of ranks.
 
     Attributes:
