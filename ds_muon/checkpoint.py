@@ -20,7 +20,7 @@ from ds_muon.agree import gather, raise_together
 from ds_muon.dtypes import name_of
 from ds_muon.optimizer import ORIGIN
 from ds_muon.param_groups import NO_DECAY
-from ds_muon.reshard import Buffers, Offsets, Piece, pieces
+from ds_muon.reshard import Buffers, Offsets, Stretch, stretches
 from ds_muon.say import say
 from ds_muon.shards import LAYOUT, SHARD, Facts, Misfit, Shards, description, layout, partition_sizes, states_of
 
@@ -39,14 +39,14 @@ class Found:
     Attributes:
         shards: those that this rank reads, by the rank that saved them.
         home: the shard from which this rank takes what is the same in all.
-        pieces: the slices of the partitions of this rank, and where they lie in the shards.
+        stretches: the slices of the partitions of this rank, and where they lie in the shards.
         sources: for each param group, the saved group whose rates and settings it takes over.
         rows: for each parameter its saved group, its first row in NorMuon's ``row_variance`` there, and their number.
     """
 
     shards: Mapping[int, Mapping[str, Any]]
     home: int
-    pieces: tuple[Piece, ...]
+    stretches: tuple[Stretch, ...]
     sources: tuple[int, ...]
     rows: Mapping[str, tuple[int, int, int]]
 
@@ -66,15 +66,15 @@ class Found:
         saved = self.whole[deepspeed_zero.BASE_OPTIMIZER_STATE]["param_groups"]
         return [saved[source] for source in self.sources]
 
-    def weights(self, piece: Piece) -> Tensor:
-        """The fp32 weights of a piece: (numel,)."""
-        flat: Tensor = self.shards[piece.shard][deepspeed_zero.SINGLE_PARTITION_OF_FP32_GROUPS][piece.saved_group]
-        return flat.narrow(0, piece.saved_offset, piece.numel)
+    def weights(self, stretch: Stretch) -> Tensor:
+        """The fp32 weights of a stretch: (numel,)."""
+        flat: Tensor = self.shards[stretch.shard][deepspeed_zero.SINGLE_PARTITION_OF_FP32_GROUPS][stretch.saved_group]
+        return flat.narrow(0, stretch.saved_offset, stretch.numel)
 
-    def state(self, piece: Piece, key: str) -> Tensor:
-        """A piece of the optimizer's state: (numel,)."""
-        flat: Tensor = states_of(self.shards[piece.shard])[piece.saved_group][key]
-        return flat.narrow(0, piece.saved_offset, piece.numel)
+    def state(self, stretch: Stretch, key: str) -> Tensor:
+        """A stretch of the optimizer's state: (numel,)."""
+        flat: Tensor = states_of(self.shards[stretch.shard])[stretch.saved_group][key]
+        return flat.narrow(0, stretch.saved_offset, stretch.numel)
 
     def whole_state(self, source: int, key: str) -> Tensor:
         """State of a saved param group that is not cut."""
@@ -164,8 +164,8 @@ def _fit(engine: Any, files: Shards, seen: Sequence[tuple[str, Mapping[int, Fact
 
     numels = {name: p.numel() for params in zero.bit16_groups for p in params for name in (zero.param_names[p],)}
     saved_buffers = Buffers(whole[LAYOUT], partition_sizes(states))
-    to_hold = tuple(pieces(saved_buffers, Buffers(ours, zero.partition_size), numels, rank))
-    shards = {k: opened(k) for k in sorted({home, *(piece.shard for piece in to_hold)})}
+    to_hold = tuple(stretches(saved_buffers, Buffers(ours, zero.partition_size), numels, rank))
+    shards = {k: opened(k) for k in sorted({home, *(stretch.shard for stretch in to_hold)})}
     return Found(shards, home, to_hold, sources, rows_of(whole[SHARD]["params"]))
 
 

@@ -20,17 +20,17 @@ class _Routes:
     """The slices that go to every other rank, or come from it.
 
     Attributes:
-        pieces: in packing order, which is by rank.
+        slices: in packing order, which is by rank.
         counts: elements for each rank.
     """
 
-    pieces: tuple[tuple[Unit, Slice], ...]
+    slices: tuple[tuple[Unit, Slice], ...]
     counts: tuple[int, ...]
 
     @classmethod
     def of(cls, by_rank: Sequence[Sequence[tuple[Unit, Slice]]]) -> _Routes:
-        counts = (sum(piece.numel for _, piece in pieces) for pieces in by_rank)
-        return cls(tuple(entry for pieces in by_rank for entry in pieces), tuple(counts))
+        counts = (sum(held.numel for _, held in of_rank) for of_rank in by_rank)
+        return cls(tuple(entry for of_rank in by_rank for entry in of_rank), tuple(counts))
 
 
 @dataclass
@@ -115,8 +115,8 @@ class Exchange:
         full = {unit.name: partition.new_empty(unit.piece.numel, device=device) for unit in self.owned}
         for unit, held in self._kept:
             _of_unit(full[unit.name], held).copy_(_of_partition(partition, held))
-        packed = _pack([_of_partition(partition, held) for _, held in self._outgoing.pieces], like=partition).to(device)
-        targets = [_of_unit(full[unit.name], held) for unit, held in self._incoming.pieces]
+        packed = _pack([_of_partition(partition, held) for _, held in self._outgoing.slices], like=partition).to(device)
+        targets = [_of_unit(full[unit.name], held) for unit, held in self._incoming.slices]
         tensors = [full[unit.name].view(unit.rows, unit.cols) for unit in self.owned]
         return self._all_to_all(packed, self._outgoing, self._incoming, targets, tensors)
 
@@ -136,9 +136,9 @@ class Exchange:
         for unit, held in self._kept:
             # Moved before it is converted: half the bytes, if that is to the host.
             _of_partition(partition, held).copy_(_of_unit(full[unit.name], held).to(partition.device))
-        leaving = [_of_unit(full[unit.name], held) for unit, held in self._incoming.pieces]
+        leaving = [_of_unit(full[unit.name], held) for unit, held in self._incoming.slices]
         packed = _pack(leaving, like=partition.new_empty(0, dtype=dtype, device=self._device or partition.device))
-        targets = [_of_partition(partition, held) for _, held in self._outgoing.pieces]
+        targets = [_of_partition(partition, held) for _, held in self._outgoing.slices]
         return self._all_to_all(packed, self._incoming, self._outgoing, targets, [])
 
     def _all_to_all(

@@ -28,7 +28,7 @@ class Buffers:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Stretch:
     """Elements of one parameter that one shard holds, and this rank will.
 
     Attributes:
@@ -46,7 +46,7 @@ class Piece:
     numel: int
 
 
-def pieces(saved: Buffers, ours: Buffers, numels: Mapping[str, int], rank: int) -> Iterator[Piece]:
+def stretches(saved: Buffers, ours: Buffers, numels: Mapping[str, int], rank: int) -> Iterator[Stretch]:
     """All that ``rank`` will hold, in the order of its partitions.
 
     Args:
@@ -64,7 +64,7 @@ def pieces(saved: Buffers, ours: Buffers, numels: Mapping[str, int], rank: int) 
                 start = max(here.start, there.start)
                 end = min(here.start + here.numel, there.start + there.numel)
                 if start < end:
-                    yield Piece(
+                    yield Stretch(
                         there.rank,
                         saved_group,
                         there.offset + start - there.start,

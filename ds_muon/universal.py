@@ -28,7 +28,7 @@ from ds_muon.agree import gather, raise_together
 from ds_muon.checkpoint import Found, explained, fit_groups, other_parameters, other_shapes, rows_of, say_what_changes
 from ds_muon.dtypes import name_of
 from ds_muon.optimizer import CUT_STATE
-from ds_muon.reshard import Buffers, Piece, pieces
+from ds_muon.reshard import Buffers, Stretch, stretches
 from ds_muon.say import say
 from ds_muon.shards import BASE, CLIP_GRAD, LAYOUT, SAVE, SHARD, Misfit, description, layout
 from ds_muon.text import count
@@ -82,16 +82,16 @@ class FoundUniversal(Found):
     content: Content
     tensors: Mapping[int, Mapping[str, Tensor]]
 
-    def weights(self, piece: Piece) -> Tensor:
-        """The fp32 weights of a piece: (numel,)."""
-        return self.state(piece, "fp32")
+    def weights(self, stretch: Stretch) -> Tensor:
+        """The fp32 weights of a stretch: (numel,)."""
+        return self.state(stretch, "fp32")
 
-    def state(self, piece: Piece, key: str) -> Tensor:
-        """A piece of the optimizer's state: (numel,). Zeros where another optimizer had no such state."""
-        tensor = self.tensors[piece.saved_group].get(key)
+    def state(self, stretch: Stretch, key: str) -> Tensor:
+        """A stretch of the optimizer's state: (numel,). Zeros where another optimizer had no such state."""
+        tensor = self.tensors[stretch.saved_group].get(key)
         if tensor is None:
-            return torch.zeros(piece.numel, device="cpu")
-        return tensor.view(-1).narrow(0, piece.saved_offset, piece.numel)
+            return torch.zeros(stretch.numel, device="cpu")
+        return tensor.view(-1).narrow(0, stretch.saved_offset, stretch.numel)
 
 
 def file_of(folder: Path, name: str, key: str) -> Path:
@@ -198,11 +198,13 @@ def _fit(
     numels = {name: p.numel() for params in zero.bit16_groups for p in params for name in (zero.param_names[p],)}
     alone = Buffers([[(name, 0)] for name in names], [numels.get(name, 0) for name in names])
     rank = dist.get_rank(zero.dp_process_group)
-    to_hold = tuple(pieces(alone, Buffers(ours, zero.partition_size), numels, rank))
+    to_hold = tuple(stretches(alone, Buffers(ours, zero.partition_size), numels, rank))
     states = [zero.optimizer.state[p] for group in zero.optimizer.param_groups for p in group["params"]]
     tensors = {
-        piece.saved_group: _open(folder, content, names[piece.saved_group], states[piece.group].keys() & CUT_STATE)
-        for piece in to_hold
+        stretch.saved_group: _open(
+            folder, content, names[stretch.saved_group], states[stretch.group].keys() & CUT_STATE
+        )
+        for stretch in to_hold
     }
     return FoundUniversal({0: whole}, 0, to_hold, sources, rows_of(whole[SHARD]["params"]), content, tensors)
 

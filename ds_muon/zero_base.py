@@ -159,14 +159,14 @@ class MuonZeroBase(OffloadZero):
         weights = self.single_partition_of_fp32_groups
         targets = [{key: tensor for key, tensor in state.items() if key in CUT_STATE} for state in states]
         size = [sum(t.element_size() for t in of.values()) + 4 * from_fp32_weights for of in targets]
-        progress = Progress("load_checkpoint: rank 0 has read", sum(size[p.group] * p.numel for p in found.pieces))
-        for piece in found.pieces:
-            here = slice(piece.offset, piece.offset + piece.numel)
+        progress = Progress("load_checkpoint: rank 0 has read", sum(size[s.group] * s.numel for s in found.stretches))
+        for stretch in found.stretches:
+            here = slice(stretch.offset, stretch.offset + stretch.numel)
             if from_fp32_weights:
-                weights[piece.group][here].copy_(found.weights(piece))
-            for key, target in targets[piece.group].items():
-                target[here].copy_(found.state(piece, key))
-            progress.add(size[piece.group] * piece.numel)
+                weights[stretch.group][here].copy_(found.weights(stretch))
+            for key, target in targets[stretch.group].items():
+                target[here].copy_(found.state(stretch, key))
+            progress.add(size[stretch.group] * stretch.numel)
         for state, source in zip(states, found.sources, strict=True):
             if "step" in state:
                 state["step"].copy_(found.whole_state(source, "step"))

@@ -1,10 +1,10 @@
 """Time and memory of loading a checkpoint at another world size: DSMuon's, and DeepSpeed's universal way with AdamW.
 
-    scripts/measure_loading.py [--layers 24] [--width 1024] [--folder /tmp/loading]
+    scripts/measure_loading.py [--layers 24] [--width 1024] [--pairs 2:1 1:2] [--direct] [--folder /tmp/loading]
 
-Saves a model of ``layers`` blocks of 12 width^2 elements at 2 ranks and at 1, and loads each at the other size, on CPU.
-Prints seconds, and the most memory that a rank, or the conversion, holds of its own while it runs: above what it had
-before, pages of files apart.
+Saves a model of ``layers`` blocks of 12 width^2 elements, and loads it at another number of ranks, on CPU. With
+``--direct`` DSMuon's ordinary checkpoints only. Prints seconds, and the most memory that a rank, or the conversion,
+holds of its own while it runs: above what it had before, pages of files apart.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from typing import Any
 
 import torch
 from torch import nn
-
-PAIRS = ((2, 1), (1, 2))
 
 
 class Blocks(nn.Module):
@@ -139,6 +137,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--pairs", nargs="+", default=["2:1", "1:2"], metavar="SAVED:LOADED")
+    parser.add_argument("--direct", action="store_true")
     parser.add_argument("--folder", default="/tmp/loading")
     parser.add_argument("--work", choices=("save", "load"), help=argparse.SUPPRESS)
     parser.add_argument("--optimizer", help=argparse.SUPPRESS)
@@ -151,9 +151,9 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     number = sum(p.numel() for p in _meta(options).parameters())
     print(f"{number / 1e9:.2f}B parameters, bf16, stage 2, CPU; seconds and GB of a rank's own memory")
-    for then, now in PAIRS:
+    for then, now in (map(int, pair.split(":")) for pair in options.pairs):
         folder = Path(options.folder)
-        for optimizer in ("DSMuon", "AdamW"):
+        for optimizer in ("DSMuon",) if options.direct else ("DSMuon", "AdamW"):
             shutil.rmtree(folder, ignore_errors=True)
             ordinary, universal = str(folder / "run"), str(folder / "universal")
             of = ["--optimizer", optimizer]
@@ -162,6 +162,8 @@ def main() -> None:
             if optimizer == "DSMuon":
                 direct = ranks(now, options, "--work", "load", "--folder", ordinary, *of)
                 row("DSMuon, direct", then, now, direct)
+                if options.direct:
+                    continue
                 command = [sys.executable, "-c", "from ds_muon.cli import main; main()", "to-universal"]
                 command += [ordinary, universal]
             else:

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from ds_muon.plan.partition import flat_layout
-from ds_muon.reshard import Buffers, pieces
+from ds_muon.reshard import Buffers, stretches
 
 Numels = dict[str, int]
 
@@ -50,12 +50,12 @@ def test_every_element_is_found_once_whatever_the_two_layouts(seed: int) -> None
     shards, wanted = partitions(saved, numels, then), partitions(ours, numels, now)
     for rank in range(now):
         held: list[list[object]] = [[0] * size for size in ours.partition_sizes]
-        for piece in pieces(saved, ours, numels, rank):
-            start = piece.saved_offset
-            elements = shards[piece.shard][piece.saved_group][start : start + piece.numel]
-            target = held[piece.group]
-            assert target[piece.offset : piece.offset + piece.numel] == [0] * piece.numel
-            target[piece.offset : piece.offset + piece.numel] = elements
+        for stretch in stretches(saved, ours, numels, rank):
+            start = stretch.saved_offset
+            elements = shards[stretch.shard][stretch.saved_group][start : start + stretch.numel]
+            target = held[stretch.group]
+            assert target[stretch.offset : stretch.offset + stretch.numel] == [0] * stretch.numel
+            target[stretch.offset : stretch.offset + stretch.numel] = elements
         assert held == wanted[rank]
 
 
@@ -64,6 +64,6 @@ def test_a_rank_that_keeps_its_place_reads_its_own_shard_alone() -> None:
     layout = flat_layout([*numels.values()], 3)
     same = Buffers([[*zip(numels, layout.offsets, strict=True)]], [layout.partition_size])
     for rank in range(3):
-        found = [*pieces(same, same, numels, rank)]
-        assert {piece.shard for piece in found} == {rank}
-        assert all(piece.offset == piece.saved_offset for piece in found)
+        found = [*stretches(same, same, numels, rank)]
+        assert {stretch.shard for stretch in found} == {rank}
+        assert all(stretch.offset == stretch.saved_offset for stretch in found)
