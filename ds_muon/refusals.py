@@ -50,7 +50,8 @@ def config_refusals(config: Any, mesh_device: Any) -> list[str]:
     """
     zero = config.zero_config
     stage = int(zero.stage)
-    offload = _offload(zero.offload_optimizer)
+    section = zero.offload_optimizer
+    offload = "none" if section is None else getattr(section.device, "value", section.device)
     lines = []
     if stage not in (1, 2):
         lines.append(f"zero_optimization.stage = {stage}: DSMuon works with ZeRO stages 1 and 2; set 1 or 2")
@@ -72,26 +73,20 @@ def config_refusals(config: Any, mesh_device: Any) -> list[str]:
             ),
             (
                 "zero_optimization.offload_optimizer.device",
-                offload["device"],
-                offload["device"] not in ("none", "cpu"),
+                offload,
+                offload not in ("none", "cpu"),
                 'its state may be on the accelerator or on the host; set "cpu", or remove offload_optimizer',
-            ),
-            (
-                "zero_optimization.offload_optimizer.ratio",
-                offload["ratio"],
-                offload["device"] == "cpu" and offload["ratio"] != 1.0,
-                "stages 1 and 2 offload everything or nothing; remove ratio",
             ),
             (
                 "zero_optimization.offload_optimizer.super_offload",
                 "true",
-                offload["device"] == "cpu" and offload["super_offload"],
+                offload == "cpu" and section.super_offload,
                 "it replaces the optimizer of ZeRO-3; remove super_offload",
             ),
             (
                 "zero_optimization.compute_grad_norm",
                 "false",
-                offload["device"] == "cpu" and not zero.compute_grad_norm,
+                offload == "cpu" and not zero.compute_grad_norm,
                 "DeepSpeed does not take it with offload_optimizer; remove one of the two",
             ),
             (
@@ -141,14 +136,6 @@ def config_refusals(config: Any, mesh_device: Any) -> list[str]:
         if refused
     ]
     return lines
-
-
-def _offload(section: Any) -> dict[str, Any]:
-    """What ``offload_optimizer`` asks for; without the section, nothing."""
-    if section is None:
-        return {"device": "none", "ratio": 1.0, "super_offload": False}
-    device = getattr(section.device, "value", section.device)
-    return {"device": device, "ratio": section.ratio, "super_offload": section.super_offload}
 
 
 def model_refusals(model: nn.Module, mpu: Any) -> list[str]:

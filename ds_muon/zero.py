@@ -230,10 +230,9 @@ class MuonZeroOptimizer(MuonZeroBase):
             refuse: whether this rank refuses the step.
         """
         of_muon, of_adamw = gradients[: len(self.muon_groups)], gradients[len(self.muon_groups) :]
-        by_matrix = [group.squares(gradient) for group, gradient in zip(self.muon_groups, of_muon, strict=True)]
-        by_group = [sum_of_squares(gradient) for gradient in of_adamw]
-        sums = ([square.to(self.accelerator) for square in squares] for squares in (by_matrix, by_group))
-        return self.guard.measure(*sums, refuse)
+        there = self.accelerator  # where ranks communicate
+        by_matrix = [group.squares(g).to(there) for group, g in zip(self.muon_groups, of_muon, strict=True)]
+        return self.guard.measure(by_matrix, [sum_of_squares(g).to(there) for g in of_adamw], refuse)
 
     @profiled("stage")
     def stage(self, gradients: Sequence[Tensor], verdict: Verdict) -> None:

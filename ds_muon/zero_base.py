@@ -151,6 +151,7 @@ class MuonZeroBase(OffloadZero):
             found: from ``check_before_loading``.
             from_fp32_weights: whether to load the fp32 weights; else they are made from the weights that the model has.
         """
+        self._wait_for_offload_copies()
         same_dtype = found.is_of_dtype(self.bit16_groups_flat[0].dtype)
         scaler = (LOSS_SCALER, "dynamic_loss_scale")
         self._load_global_state({k: v for k, v in found.whole.items() if same_dtype or k not in scaler})
