@@ -86,6 +86,30 @@ class Piece:
         sides = [len(strip) for strip in self.strips]
         return [(self.rows, side) if self.axis else (side, self.cols) for side in sides]
 
+    def matrix(self, elements: Tensor, number: int) -> Tensor:
+        """Copy a strip, or return ``elements``, (rows, cols), themselves if there are none: contiguous."""
+        return self.strips[number].of(elements, self.axis).contiguous() if self.strips else elements
+
+    def store(self, matrix: Tensor, elements: Tensor, number: int) -> None:
+        """Write what ``matrix`` has copied back to its strip. Nothing if there are none."""
+        if self.strips:
+            self.strips[number].store(matrix, elements, self.axis)
+
+    def stacked(self, elements: Tensor) -> Tensor | None:
+        """All strips as a (strips, rows, cols) view of ``elements``, to be copied at once; None if they are uneven."""
+        number, (first, *others) = len(self.strips), self.strips
+        even = all(
+            strip == Strip(first.first + i * first.size, first.size, first.period, first.count)
+            for i, strip in enumerate(others, start=1)
+        )
+        side = self.cols if self.axis else self.rows
+        if not even or first.first or number * first.size * first.count != side:
+            return None
+        shape = (first.count, number, first.size)
+        if self.axis:
+            return elements.view(self.rows, *shape).permute(2, 0, 1, 3)
+        return elements.view(*shape, self.cols).permute(1, 0, 2, 3)
+
     def name(self, tensor: str) -> str:
         """What to call it, in the tensor of this name: ``experts.up[3]``, or ``up.weight`` if it is all of that."""
         return _indexed(tensor, self.index)

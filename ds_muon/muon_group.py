@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
@@ -204,7 +205,8 @@ class MuonGroup:
         Args:
             batch: matrices, each with the U of its unit.
         """
-        targets = [matrix.of(unit) for matrix, unit in batch]
+        copies = _Copies()
+        targets = [copies.of(m, unit) if m.piece.strips else unit for m, unit in batch]
         lifted = targets if self._ferry is None else [*self._ferry.up(targets[:count]), *targets[count:]]
         inputs = [(matrix, u) for (matrix, _), u in zip(batch, lifted, strict=True)]
         outputs = self.orthogonalize(inputs)
@@ -214,8 +216,7 @@ class MuonGroup:
         if self._ferry is not None and count:
             stored, here = self._ferry.down(stored), None if here is None else self._ferry.down(here)
         store_updates(stored, targets[:count], scale=self._scale(batch[0][0]), factors=here)
-        for (matrix, unit), update in zip(batch[:count], targets, strict=False):
-            matrix.put(update, unit)
+        copies.put_back(batch[:count])
         if count == len(batch):
             return ()
         if away is not None:
@@ -266,6 +267,35 @@ def _runs(whole: Sequence[tuple[Unit, Slice]]) -> list[tuple[int, int, int, int]
     return runs
 
 
+class _Copies:
+    """Copies of the strips in a batch. Of a unit with even strips all at once, for every head may be a strip."""
+
+    def __init__(self) -> None:
+        self._of_units: dict[int, Sequence[Tensor]] = {}
+
+    def of(self, matrix: Matrix, unit: Tensor) -> Tensor:
+        """The matrix, (rows, cols), contiguous."""
+        if id(unit) not in self._of_units:
+            piece, even = matrix.piece, matrix.piece.stacked(unit)
+            if even is None:
+                self._of_units[id(unit)] = [piece.matrix(unit, number) for number in range(len(piece.strips))]
+            else:
+                self._of_units[id(unit)] = even.contiguous().view(-1, matrix.rows, matrix.cols).unbind()
+        return self._of_units[id(unit)][matrix.number]
+
+    def put_back(self, matrices: _Batch) -> None:
+        """Write the copies of these matrices to their units."""
+        counts = Counter(id(unit) for _, unit in matrices)
+        for matrix, unit in matrices:
+            if (copies := self._of_units.get(id(unit))) is None:
+                continue
+            even = matrix.piece.stacked(unit) if counts[id(unit)] == len(copies) else None
+            if even is None:
+                matrix.piece.store(copies[matrix.number], unit, matrix.number)
+            elif matrix.number == 0:
+                even.copy_(torch.stack(list(copies)).view(even.shape))
+
+
 def _assembled(unit: Unit, results: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """The results of a unit's matrices, (rows, cols)."""
     outputs = [results[matrix.name] for matrix in unit.matrices]
@@ -273,7 +303,7 @@ def _assembled(unit: Unit, results: Mapping[str, Tensor], dtype: torch.dtype) ->
         return outputs[0]
     whole = torch.empty(unit.rows, unit.cols, dtype=dtype, device=outputs[0].device)
     for matrix, output in zip(unit.matrices, outputs, strict=True):
-        matrix.put(output, whole)
+        matrix.piece.store(output, whole, matrix.number)
     return whole
 
 

@@ -15,9 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from torch import Tensor
-
-from ds_muon.layout import Layout, Piece, Strip, out_and_in, whole
+from ds_muon.layout import Layout, Piece, out_and_in, whole
 from ds_muon.plan.owners import RATES, Rates, Work, choose_owners, least_loaded_holders
 
 # ZeRO pads a partition to a multiple of this many elements, so that every partition starts on a 4-byte boundary.
@@ -69,24 +67,15 @@ class Matrix:
     """One (rows, cols) matrix as it is stored: what Newton-Schulz gets.
 
     Attributes:
-        strip: of its unit, along ``axis``; None if it is all of that.
+        piece, number: of its unit, and of the strip that it is in that, if there are strips.
     """
 
     name: str
     rows: int
     cols: int
-    layout: Layout = "out_in"
-    strip: Strip | None = None
-    axis: int = 1
-
-    def of(self, unit: Tensor) -> Tensor:
-        """The matrix in its unit, (rows, cols) and contiguous: a copy if it is a strip, else ``unit`` itself."""
-        return unit if self.strip is None else self.strip.of(unit, self.axis).contiguous()
-
-    def put(self, matrix: Tensor, unit: Tensor) -> None:
-        """Write what ``of`` has copied back to its strip of ``unit``. Nothing if the matrix is the unit."""
-        if self.strip is not None:
-            self.strip.store(matrix, unit, self.axis)
+    layout: Layout
+    piece: Piece
+    number: int
 
     @property
     def sides(self) -> tuple[int, int]:
@@ -366,6 +355,5 @@ def make_plan(
 
 
 def _matrices(tensor: str, piece: Piece, layout: Layout) -> tuple[Matrix, ...]:
-    strips = piece.strips or (None,)
-    described = zip(piece.names(tensor), piece.shapes(), strips, strict=True)
-    return tuple(Matrix(name, *shape, layout, strip, piece.axis) for name, shape, strip in described)
+    described = enumerate(zip(piece.names(tensor), piece.shapes(), strict=True))
+    return tuple(Matrix(name, *shape, layout, piece, number) for number, (name, shape) in described)

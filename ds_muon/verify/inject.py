@@ -179,14 +179,14 @@ def _slice(zero: Any, replace: _Replace) -> None:
             alone = partition.new_zeros(unit.rows, unit.cols)
             alone.view(-1)[held.start : held.start + held.numel] = _held(begun.u, held)
             for matrix in unit.matrices:
-                (output,) = orthogonalize([matrix.of(alone)], zero.newton_schulz)
+                (output,) = orthogonalize([matrix.piece.matrix(alone, matrix.number)], zero.newton_schulz)
                 if group.row_variance is not None and variance is not None:
                     before, beta2 = group.row_variance.of(variance, matrix.name), zero.optimizer.config.beta2
                     _, factors = advance_row_variance(output[None], before[None], beta2=beta2, layout=matrix.layout)
                     output = output * factors[0]
                 output = output * update_scale(zero.optimizer.config.adjust_lr_fn, *matrix.sides)
-                matrix.put(output, alone)
-                if matrix.strip is None:
+                matrix.piece.store(output, alone, matrix.number)
+                if not matrix.piece.strips:
                     alone = output
             _held(partition, held).copy_(alone.reshape(-1)[held.start : held.start + held.numel])
 
