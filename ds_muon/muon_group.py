@@ -129,14 +129,12 @@ class MuonGroup:
         gathered = zip(self.exchange.owned, gathering.tensors, strict=True)
         inputs = [*whole, *((m, u) for unit, u in gathered for m in unit.matrices)]
         before, together, after = self._batches(inputs, len(whole))
-        for indices in before:
-            self._update([inputs[i] for i in indices], len(indices), variance)
+        self._update([([inputs[i] for i in indices], len(indices)) for indices in before], variance)
         gathering.wait()
         batches = [([inputs[i] for i in indices], sum(i < len(whole) for i in indices)) for indices in together]
         returning = self._update_and_return(batches, partition, variance)
         del gathering, gathered, inputs, batches  # frees the gathered matrices
-        for indices in after:
-            self._update([whole[i] for i in indices], len(indices), variance)
+        self._update([([whole[i] for i in indices], len(indices)) for indices in after], variance)
         yield  # slices of O are on their way to the ranks that hold them
 
         returning.wait()
@@ -189,41 +187,62 @@ class MuonGroup:
         """Orthogonalize the gathered matrices, with those that share their batches, and start to return the results.
 
         Args:
-            together: batches, each with the number of matrices that do not travel. They come first.
+            together: as ``_update`` takes them.
         """
-        results: dict[str, Tensor] = {}
-        for batch, count in together:
-            outputs = self._update(batch, count, variance)
-            results.update(zip((matrix.name for matrix, _ in batch[count:]), outputs, strict=True))
+        results = self._update(together, variance)
         dtype = result_dtype(self._settings, normuon=variance is not None)
         outputs = [_assembled(unit, results, dtype) for unit in self.exchange.owned]
         return self.exchange.scatter(outputs, partition, dtype)
 
-    def _update(self, batch: _Batch, count: int, variance: Tensor | None) -> Sequence[Tensor]:
-        """Overwrite the first ``count`` U of a batch with ``s O``. Return the O of the others, without ``s``.
+    def _update(self, batches: Sequence[tuple[_Batch, int]], variance: Tensor | None) -> dict[str, Tensor]:
+        """Overwrite U with ``s O``, but for matrices that have travelled: of these, return O by name, without ``s``.
 
         Args:
-            batch: matrices, each with the U of its unit.
+            batches: matrices, each with the U of its unit, and how many of a batch have not travelled. They come first.
         """
+        results: dict[str, Tensor] = {}
+        if self._ferry is None:
+            for batch, count in batches:
+                self._update_batch(batch, count, variance, results)
+        else:
+            # While one batch is orthogonalized, the next goes up, and the one before is stored.
+            in_turns([self._update_on_host(self._ferry, *batch, variance, results) for batch in batches])
+        return results
+
+    def _update_batch(self, batch: _Batch, count: int, variance: Tensor | None, results: dict[str, Tensor]) -> None:
+        """``_update`` of a batch. Adds to ``results``."""
         copies = _Copies()
-        targets = [copies.of(m, unit) if m.piece.strips else unit for m, unit in batch]
-        lifted = targets if self._ferry is None else [*self._ferry.up(targets[:count]), *targets[count:]]
+        inputs = [(m, copies.of(m, unit) if m.piece.strips else unit) for m, unit in batch]
+        outputs = self.orthogonalize(inputs)
+        factors = self._factors(inputs, outputs, variance)
+        targets = [u for _, u in inputs[:count]]
+        here = None if factors is None else factors[:count]
+        store_updates(outputs[:count], targets, scale=self._scale(batch[0][0]), factors=here)
+        copies.put_back(batch[:count])
+        results.update(_results(inputs[count:], outputs[count:], None if factors is None else factors[count:]))
+
+    def _update_on_host(
+        self, ferry: Ferry, batch: _Batch, count: int, variance: Tensor | None, results: dict[str, Tensor]
+    ) -> Iterator[None]:
+        """The same where U lies on the host, but for matrices that have travelled. In three turns."""
+        copies = _Copies()
+        units = [copies.of(m, unit) if m.piece.strips else unit for m, unit in batch]
+        rising = ferry.up(units[:count])
+        yield  # U is on its way up
+
+        lifted = [*rising.on_accelerator(), *units[count:]]
         inputs = [(matrix, u) for (matrix, _), u in zip(batch, lifted, strict=True)]
         outputs = self.orthogonalize(inputs)
         factors = self._factors(inputs, outputs, variance)
-        here, away = (None, None) if factors is None else (factors[:count], factors[count:])
-        stored = outputs[:count]
-        if self._ferry is not None and count:
-            stored, here = self._ferry.down(stored), None if here is None else self._ferry.down(here)
-        store_updates(stored, targets[:count], scale=self._scale(batch[0][0]), factors=here)
+        falling = ferry.down([outputs[:count]] if factors is None else [outputs[:count], factors[:count]])
+        results.update(_results(inputs[count:], outputs[count:], None if factors is None else factors[count:]))
+        del rising, lifted, inputs, outputs  # memory of the accelerator
+        yield  # O is on its way down
+
+        stored, *of_rows = falling.on_host()
+        scale = self._scale(batch[0][0])
+        store_updates(stored, units[:count], scale=scale, factors=of_rows[0] if of_rows else None)
         copies.put_back(batch[:count])
-        if count == len(batch):
-            return ()
-        if away is not None:
-            store_updates(outputs[count:], targets[count:], factors=away)
-            return targets[count:]
-        # Copies, because views would keep the whole batch alive.
-        return outputs[count:].clone(memory_format=torch.contiguous_format).unbind()
 
     def commit(self, variance: Tensor | None) -> None:
         """Overwrite NorMuon's state with the staged variances."""
@@ -252,6 +271,19 @@ class MuonGroup:
         if self.row_variance is None or variance is None:
             return None
         return self.row_variance.factors(variance, [matrix.name for matrix, _ in batch], outputs, batch[0][0].layout)
+
+
+def _results(inputs: _Batch, outputs: Tensor, factors: Tensor | None) -> dict[str, Tensor]:
+    """O of matrices by name, times the factors of their rows, in memory of their own. Overwrites U if there are any."""
+    if not inputs:
+        return {}
+    if factors is None:
+        # Copies, because views would keep the whole batch alive.
+        made: Sequence[Tensor] = outputs.clone(memory_format=torch.contiguous_format).unbind()
+    else:
+        made = [u for _, u in inputs]
+        store_updates(outputs, made, factors=factors)
+    return {matrix.name: result for (matrix, _), result in zip(inputs, made, strict=True)}
 
 
 def _runs(whole: Sequence[tuple[Unit, Slice]]) -> list[tuple[int, int, int, int]]:

@@ -71,7 +71,7 @@ class MuonZeroOptimizer(MuonZeroBase):
         self.guard = StepGuard(*rules, self._capture, self.dp_process_group)
         self.skips = Skips(*rules, groups, self._capture, self.dp_process_group)
         self.plan = self._make_plan()
-        ferry = Ferry(self.accelerator) if self.cpu_offload else None
+        ferry = Ferry(self.accelerator, pinned=self.cpu_offload_pin_memory) if self.cpu_offload else None
         self.muon_groups = [
             MuonGroup(
                 group,

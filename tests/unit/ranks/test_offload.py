@@ -17,6 +17,7 @@ from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
 
 from ds_muon import muon_group
+from ds_muon.offload import Journey
 from ds_muon.orthogonalize import NewtonSchulz
 from ds_muon.replay import read_capture
 from tests.unit.ranks.test_any_size import by_name, run
@@ -288,7 +289,7 @@ def in_pieces_of(most: int | None, config: dict[str, Any]) -> tuple[dict[str, Te
     (ferry,) = {group._ferry for group in engine.optimizer.muon_groups}
     original = ferry.up
 
-    def up(matrices: Sequence[Tensor]) -> list[Tensor]:
+    def up(matrices: Sequence[Tensor]) -> Journey:
         ups.append(sum(matrix.nbytes for matrix in matrices))
         return original(matrices)
 
