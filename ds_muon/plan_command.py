@@ -42,6 +42,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="for the times: rate of a rank's link (default: %(default)g)",
     )  # fmt: skip
     parser.add_argument(
+        "--bus", type=rate, default=50.0, metavar="GB/s",
+        help="for the times with CPU offload: between host and GPU, in one direction (default: %(default)g)",
+    )  # fmt: skip
+    parser.add_argument(
         "--ns-backend", choices=("auto", *BACKENDS), default="auto",
         help="for the memory: whose batches (default: triton where it is installed, as on Hopper GPUs, else torch)",
     )  # fmt: skip
@@ -68,6 +72,6 @@ def run(options: argparse.Namespace) -> int:
             f"{model}: {len(shapes)} matrices, {elements / 1e9:.2f}B elements; defaults on a GPU "
             f"({options.tflops:g} TFLOP/s and {options.link:g} GB/s per rank), {backend} backend\n"
         )
-        tell(f"{plan_cost.table(costs[model])}\n")
+        tell(f"{plan_cost.table(costs[model], 1e9 * options.bus)}\n")
     written = write_outputs(options, costs, lambda path: draw_costs(path, costs, options.tflops))
     return 0 if written else COULD_NOT_RUN

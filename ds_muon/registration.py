@@ -125,6 +125,10 @@ _ZERO_ATTRIBUTES = (
     "cpu_offload",
     "cpu_offload_pin_memory",
     "params_in_partition",
+    "param_buffer_of_bit16_for_cpu_offload_groups",
+    "parallel_partitioned_bit16_groups",
+    "nccl_start_alignment_factor",
+    "allgather_bucket_size",
     "grad_position",
     "gradient_accumulation_dtype",
     "temp_grad_buffer_for_cpu_offload",
@@ -155,6 +159,7 @@ _MODULE_NAMES = (
         (
             "DeepSpeedZeroOptimizer",
             "version",
+            "all_gather_dp_groups",
             "INITIAL_MICRO_STEP_ID",
             "OPTIMIZER_TIMERS",
             "OPTIMIZER_GRADIENTS_TIMER",

@@ -8,6 +8,9 @@ The host waits for the device once, in ``decide``: for the norms of the gradient
 byte that says whether all updates are finite. The phases before are queued without knowing the outcome. With
 ``nan_guard`` "off", ``commit`` is queued while Newton-Schulz still runs.
 
+With CPU offload the partitions are on the host, which then waits more often: for the gradients to come down, for the
+measures of all ranks before the momentum moves, and for every batch of O.
+
 What surrounds a step is in ``zero_base``: gradients as the reduction leaves them, the model's weights, checkpoints.
 
 The files of a step, in reading order: this one; ``guard`` (measure, decide); ``optimizer`` (momentum, commit);

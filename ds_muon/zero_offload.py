@@ -9,10 +9,14 @@ from collections.abc import Container
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import Tensor
+
+# Elements of the weights that the host rounds, and then sends on their way.
+_AT_A_TIME = 1 << 24
 
 
 class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
@@ -105,6 +109,29 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
                     _, _, offset, numel = self.grad_position[number]
                     gradient.narrow(0, offset, numel).zero_()
             self.averaged_gradients[i] = [gradient]
+
+    @torch.no_grad()
+    def update_lp_params(self) -> None:
+        """DeepSpeed's own; with offload, the host rounds what goes up, and goes on rounding while it does."""
+        if not self.cpu_offload:
+            super().update_lp_params()
+            return
+        self._wait_for_offload_copies()
+        partitions = zip(self.parallel_partitioned_bit16_groups, self.real_dp_process_group, strict=True)
+        of_rank = [partition[dist.get_rank(group=group)] for partition, group in partitions]
+        buffers = self.param_buffer_of_bit16_for_cpu_offload_groups
+        for model, weights, buffer in zip(of_rank, self.single_partition_of_fp32_groups, buffers, strict=True):
+            parts = (torch.split(tensor.detach(), _AT_A_TIME) for tensor in (model, weights, buffer))
+            for goal, part, rounded in zip(*parts, strict=True):
+                goal.copy_(rounded.copy_(part), non_blocking=True)
+        self._record_offload_copy()
+        deepspeed_zero.all_gather_dp_groups(
+            groups_flat=self.bit16_groups_flat,
+            partitioned_param_groups=self.parallel_partitioned_bit16_groups,
+            dp_process_group=self.real_dp_process_group,
+            start_alignment_factor=self.nccl_start_alignment_factor,
+            allgather_bucket_size=self.allgather_bucket_size,
+        )
 
     def offload_states(self, include: Container[OffloadStateTypeEnum] | None = None, *args: Any, **kwargs: Any) -> None:
         """DeepSpeed's own; with CPU offload, of the model's weights alone, because the rest is on the host anyway."""
