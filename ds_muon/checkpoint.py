@@ -180,11 +180,12 @@ def fit_groups(engine: Any, whole: Mapping[str, Any], *, with_scheduler: bool) -
     """
     zero = engine.optimizer
     model = {name for name, _ in engine.module.named_parameters()}
-    ours = layout(zero)
+    ours, here = layout(zero), description(zero, None)
     saved_groups, groups = whole[deepspeed_zero.BASE_OPTIMIZER_STATE]["param_groups"], zero.optimizer.param_groups
     if difference := (
         other_parameters(whole[LAYOUT], ours, model)
-        or other_shapes(whole[SHARD]["params"], description(zero, None)["params"])
+        or other_shapes(whole[SHARD]["params"], here["params"])
+        or (zero.optimizer.config.variant == "normuon" and _other_outputs(whole[SHARD], here))
         or _other_groups(whole[LAYOUT], ours, saved_groups, groups)
     ):
         raise Misfit(difference)
@@ -233,13 +234,27 @@ def _check_complete(files: Shards, facts: Mapping[int, Facts]) -> None:
 
 
 def other_shapes(saved: Sequence[Sequence[Any]], ours: Sequence[Sequence[Any]]) -> str | None:
-    then = {name: (shape, rows) for group in saved for name, shape, rows in group}
+    then = {name: shape for group in saved for name, shape, _ in group}
     for group in ours:
-        for name, shape, rows in group:
-            if then[name][0] != shape:
-                return f"{name!r} has the shape {then[name][0]} there, and {shape} here; build the model that was saved"
-            if then[name][1] != rows and then[name][1] and rows:
-                return f"{name!r} has {then[name][1]} outputs there, and {rows} here; build the model that was saved"
+        for name, shape, _ in group:
+            if then[name] != shape:
+                return f"{name!r} has the shape {then[name]} there, and {shape} here; build the model that was saved"
+    return None
+
+
+def _other_outputs(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> str | None:
+    """A tensor of Muon's in both whose outputs, each with a moment of NorMuon's, are others here; None without one."""
+    then = {name: (rows, saved.get("outputs", {}).get(name)) for group in saved["params"] for name, _, rows in group}
+    for group in ours["params"]:
+        for name, _, rows in group:
+            count, order = then[name]
+            here = ours["outputs"].get(name)
+            if rows and count and (rows != count or (order or here) != here):
+                return (
+                    f"{name!r} has other outputs there ({count}, {order or 'stored as here'}) than here ({rows}, "
+                    f"{here}), and NorMuon keeps a moment of each; build the model that was saved, with the "
+                    "muon_blocks it was saved with"
+                )
     return None
 
 

@@ -68,6 +68,7 @@ _LIKE_SHARED = ", or leave the key out to use the shared value"
 _LEAST = 2.0**-149
 # By the one check on two keys.
 _CHECKED_TOGETHER = ("ns_steps", "ns_coefficients")
+_MOST_STEPS = 100
 _LONGEST_VALUE = 500
 # The type of an error that holds a line for each of its problems.
 _SEVERAL = "ds_muon_several"
@@ -103,7 +104,12 @@ class DSMuonConfig(BaseModel):
         "original", description='"original", "match_rms_adamw" or "none"'
     )
     ns_method: Literal["gram", "standard"] = Field(NS_METHOD, description='"gram" or "standard"')
-    ns_steps: int = Field(NS_STEPS, ge=1, le=100, description="an integer from 1 to 100, such as 5")
+    ns_steps: int | None = Field(
+        NS_STEPS,
+        ge=1,
+        le=_MOST_STEPS,
+        description=f"an integer from 1 to {_MOST_STEPS}, such as 5, or leave the key out for the table's own number",
+    )
     ns_coefficients: str | tuple[tuple[float, float, float], ...] = Field(
         NS_COEFFICIENTS,
         description=f"one of {', '.join(map(json.dumps, COEFFICIENTS))}, or a list of triples [a, b, c]",
@@ -235,6 +241,8 @@ class DSMuonConfig(BaseModel):
             problem = "is neither a name nor a list"
         elif not value:
             problem = "is empty"
+        elif len(value) > _MOST_STEPS:
+            problem = f"has {len(value)} triples, more than the {_MOST_STEPS} steps there may be"
         elif not all(isinstance(triple, list | tuple) and len(triple) == 3 for triple in value):
             problem = "has an entry that is not a triple"
         elif not all(_is_finite_number(number) for triple in value for number in triple):
@@ -282,7 +290,7 @@ class DSMuonConfig(BaseModel):
     @model_validator(mode="after")
     def _uses_every_triple(self) -> DSMuonConfig:
         given = len(self.ns_coefficients)
-        if not isinstance(self.ns_coefficients, str) and given > self.ns_steps:
+        if not isinstance(self.ns_coefficients, str) and self.ns_steps is not None and given > self.ns_steps:
             raise _problem(f"is less than the {given} triples of ns_coefficients; set {given}, or list fewer triples")
         return self
 
@@ -313,7 +321,7 @@ def _lines(where: str, details: ErrorDetails) -> list[str]:
     if details["type"] == _SEVERAL:
         return [f"{where}.{location[0]}{line}" for line in details["ctx"]["lines"]]
     if not location:
-        location, value = ("ns_steps",), value.get("ns_steps", DSMuonConfig.model_fields["ns_steps"].default)
+        location, value = ("ns_steps",), value["ns_steps"]
     key = str(location[0]) + "".join(f"[{index}]" for index in location[1:])
     return [f"{where}.{key} = {show(value)}: {_explain(str(location[0]), details)}"]
 

@@ -139,3 +139,20 @@ def whole(rows: int, cols: int) -> tuple[Piece, ...]:
 def outputs(pieces: Sequence[Piece], layout: Layout) -> int:
     """The number of outputs of all matrices in these pieces, added up: NorMuon keeps a number for each."""
     return sum(out_and_in(*shape, layout)[0] for piece in pieces for shape in piece.shapes())
+
+
+def order_of_outputs(pieces: Sequence[Piece], layout: Layout) -> str:
+    """In words, where those outputs lie in the pieces: two tensors of one shape and order have the same outputs.
+
+    Parts of the outputs that follow one another leave the order as it is.
+    """
+    of_outputs = 0 if layout == "out_in" else 1
+    splits = set()
+    for piece in pieces:
+        if piece.axis != of_outputs or any(strip.count > 1 for strip in piece.strips):
+            parts = (
+                f"{strip.first}:{strip.first + strip.size}" + (f" of every {strip.period}" if strip.count > 1 else "")
+                for strip in piece.strips
+            )
+            splits.add(f"{'outputs' if piece.axis == of_outputs else 'inputs'} {', '.join(parts)}")
+    return "; ".join([f"stored {layout}", *sorted(splits)])

@@ -23,7 +23,7 @@ def muon_update(
     momentum: float = 0.95,
     nesterov: bool = True,
     adjust_lr_fn: str = "original",
-    ns_steps: int = NS_STEPS,
+    ns_steps: int | None = NS_STEPS,
     ns_method: str = NS_METHOD,
     ns_coefficients: str | Sequence[Sequence[float]] = NS_COEFFICIENTS,
     ns_dtype: str = NS_DTYPE,

@@ -28,23 +28,28 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 import torch
 
 from ds_muon.exchange import element_bytes
+from ds_muon.layout import Piece
 from ds_muon.offload import STAGING_BYTES
 from ds_muon.orthogonalize import BACKENDS, WORKSPACE_BYTES, NewtonSchulz
 from ds_muon.plan.owners import RATES, Rates
 from ds_muon.plan.partition import GroupPlan, flat_layout, make_plan
 from ds_muon.text import columns
 
+_WHOLE: Mapping[str, tuple[Piece, ...]] = MappingProxyType({})
+
 FREE = Rates(bytes_per_second=math.inf, exchange_seconds=0.0, least_gain=0.0)
 """As if moving cost nothing: ranks are as even as the matrices allow."""
 
-Shapes = list[tuple[str, tuple[int, int]]]
+Shapes = list[tuple[str, tuple[int, ...]]]
+"""Name and shape of each tensor: a matrix, unless pieces are given that it consists of."""
 
 
 def default_settings() -> NewtonSchulz:
@@ -188,23 +193,26 @@ def step_cost(
     *,
     rates: Rates = RATES,
     normuon: bool = False,
+    pieces: Mapping[str, tuple[Piece, ...]] = _WHOLE,
 ) -> StepCost:
     """The cost of one step.
 
     Args:
-        shapes: name and (rows, cols) of each matrix, in the model's order.
+        shapes: of each tensor, in the model's order.
         world_size: ranks, at least 1.
         settings: of the iteration.
         rates: for the times; the owners are the engine's, whatever the rates.
         normuon: whether results travel with NorMuon's factors, in fp32.
+        pieces: which matrices lie where in a tensor, by its name; see ``make_plan``.
     """
     layout = flat_layout([math.prod(shape) for _, shape in shapes], world_size)
     size = element_bytes(settings, normuon=normuon)
     plan, if_free, by_holders = (
-        make_plan([shapes], [layout], world_size, settings.cost, rates=chosen_by, element_bytes=size)
+        make_plan([shapes], [layout], world_size, settings.cost, rates=chosen_by, element_bytes=size, pieces=pieces)
         for chosen_by in (RATES, FREE, None)
     )
     (group,) = plan.groups
+    by_shape = Counter((matrix.rows, matrix.cols) for matrix in group.matrices)
     each_holder = [0.0] * world_size
     for unit in group.units:
         for held in unit.slices:
@@ -212,7 +220,7 @@ def step_cost(
     exchange, with_batch = step_memory(group, settings, normuon=normuon)
     return StepCost(
         world_size=world_size,
-        matrices=len(shapes),
+        matrices=len(group.matrices),
         straddling=len(group.straddlers),
         moved=sum(unit.moved for unit in group.units),
         moved_bytes=plan.moved_elements() * size,
@@ -220,7 +228,7 @@ def step_cost(
         busiest_bytes=max(plan.moved_by_rank()) * size,
         runs=len(group.matrices),
         runs_each_holder=sum(len(unit.slices) * len(unit.matrices) for unit in group.units),
-        flops=sum(settings.cost(*shape) for _, shape in shapes),
+        flops=sum(count * settings.cost(*shape) for shape, count in by_shape.items()),
         loads=plan.loads,
         busiest_flops_if_free=max(if_free.loads),
         busiest_flops_by_holders=max(by_holders.loads),

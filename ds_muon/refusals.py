@@ -41,12 +41,12 @@ def may_differ(place: Sequence[str]) -> bool:
     return place[0] in MAY_DIFFER or any(map(_OF_THE_MACHINE.fullmatch, place))
 
 
-def config_refusals(config: Any, mesh_device: Any) -> list[str]:
+def config_refusals(config: Any, sequence_parallel: int) -> list[str]:
     """One line per setting that DSMuon cannot work with: the key, its value, and what to set instead.
 
     Args:
         config: the engine's parsed ``DeepSpeedConfig``.
-        mesh_device: the engine's device mesh, or None.
+        sequence_parallel: ranks that share a sequence on the engine's device mesh; 1 without one.
     """
     zero = config.zero_config
     stage = int(zero.stage)
@@ -61,7 +61,6 @@ def config_refusals(config: Any, mesh_device: Any) -> list[str]:
             f"zero_optimization.reduce_scatter = true{absent}: it has computed Muon updates from pieces of a gradient; "
             "set it to false (with use_multi_rank_bucket_allreduce, the default, that moves no more bytes)"
         )
-    sequence_parallel = 1 if mesh_device is None else mesh_device.get_group(mesh_dim="sequence_parallel").size()
     lines += [
         f"{key} = {value}: {instead}"
         for key, value, refused, instead in (

@@ -581,7 +581,9 @@ def _read(engine: Any, model: nn.Module) -> _Prepared:
             )
         )
     of_model = model_refusals(model, engine.mpu)
-    if refusals := config_refusals(engine._config, engine.mesh_device) + of_model:
+    mesh = engine.mesh_device
+    sequence_parallel = 1 if mesh is None else mesh.get_group(mesh_dim="sequence_parallel").size()
+    if refusals := config_refusals(engine._config, sequence_parallel) + of_model:
         problems.append(DSMuonRefusal("\n".join([_REFUSED, *refusals])))
     params = {} if engine.optimizer_params() is None else engine.optimizer_params()
     config, lines = DSMuonConfig.read(params)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 
 from ds_muon.dtypes import name_of
+from ds_muon.layout import order_of_outputs
 from ds_muon.optimizer import CUT_STATE
 from ds_muon.reshard import Offsets
 
@@ -63,9 +64,10 @@ def layout(zero: Any) -> Offsets:
 def description(zero: Any, save: Save | None) -> dict[str, Any]:
     """What a shard says of itself, beside its layout: whose it is, of which save, and what lies in it.
 
-    ``params`` lists, for each param group in its own order, name, shape and, of a matrix of Muon's, number of outputs.
-    ``dtype`` is that of the model's weights.
+    ``params`` lists, for each param group in its own order, name, shape and, of a tensor of Muon's, number of outputs.
+    ``outputs`` says in which order these are, and ``dtype`` is that of the model's weights.
     """
+    stored, pieces = zero.optimizer.routing.layouts(), zero.optimizer.routing.pieces()
     rows = Counter({unit.tensor: 0 for unit in zero.plan.units})
     for unit in zero.plan.units:
         rows[unit.tensor] += sum(matrix.sides[0] for matrix in unit.matrices)
@@ -80,6 +82,7 @@ def description(zero: Any, save: Save | None) -> dict[str, Any]:
             [(name := zero.param_names[p], tuple(p.shape), rows.get(name, 0)) for p in params]
             for params in zero.bit16_groups
         ],
+        "outputs": {name: order_of_outputs(pieces[name], stored[name]) for name in rows},
     }
 
 

@@ -60,7 +60,7 @@ class NewtonSchulz:
         cls,
         device: torch.device,
         *,
-        ns_steps: int = NS_STEPS,
+        ns_steps: int | None = NS_STEPS,
         ns_method: str = NS_METHOD,
         ns_coefficients: str | Sequence[Sequence[float]] = NS_COEFFICIENTS,
         ns_dtype: str = NS_DTYPE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-NS_STEPS: Final = 5
+NS_STEPS: Final = None  # the number of the coefficient table
 NS_METHOD: Final = "gram"
 NS_COEFFICIENTS: Final = "quintic"
 NS_DTYPE: Final = "auto"

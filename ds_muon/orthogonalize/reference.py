@@ -15,13 +15,16 @@ from ds_muon.orthogonalize.defaults import NS_COEFFICIENTS, NS_STEPS
 
 
 def reference_newton_schulz(
-    matrix: Tensor, *, ns_steps: int = NS_STEPS, ns_coefficients: str | Sequence[Sequence[float]] = NS_COEFFICIENTS
+    matrix: Tensor,
+    *,
+    ns_steps: int | None = NS_STEPS,
+    ns_coefficients: str | Sequence[Sequence[float]] = NS_COEFFICIENTS,
 ) -> Tensor:
     """The fp64 result for one matrix.
 
     Args:
         matrix: (rows, cols), any real dtype; not modified.
-        ns_steps: number of polynomial steps.
+        ns_steps: number of polynomial steps; by default the table's own number.
         ns_coefficients: a table's name or a list of triples.
 
     Returns:

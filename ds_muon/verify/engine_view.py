@@ -89,7 +89,7 @@ class MuonRule:
     """
 
     adjust_lr_fn: str
-    ns_steps: int
+    ns_steps: int | None
     ns_coefficients: Any
     ns_method: str
     ns_dtype: torch.dtype

@@ -192,6 +192,8 @@ def test_options_that_are_named_exist(capsys: pytest.CaptureFixture[str]) -> Non
         ["verify"],
         ["replay"],
         ["plan"],
+        ["doctor"],
+        ["config"],
         ["to-universal"],
         ["migrate"],
         ["bench", "step"],

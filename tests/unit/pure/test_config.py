@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from ds_muon.config import DSMuonConfig, DSMuonConfigError
 from ds_muon.orthogonalize.coefficients import COEFFICIENTS
@@ -26,7 +27,7 @@ DEFAULTS = {
     "beta2": 0.95,
     "adjust_lr_fn": "original",
     "ns_method": "gram",
-    "ns_steps": 5,
+    "ns_steps": None,
     "ns_coefficients": "quintic",
     "ns_dtype": "auto",
     "ns_backend": "auto",
@@ -161,13 +162,27 @@ def test_nesterov_is_a_boolean(value):
 def test_ns_steps_range():
     assert [DSMuonConfig.parse({"ns_steps": value}).ns_steps for value in (1, 100)] == [1, 100]
     assert all("is out of range; set an integer from 1 to 100" in problem(ns_steps=value) for value in (0, -1, 101))
-    assert all("is not an integer" in problem(ns_steps=value) for value in (5.0, True, None))
+    assert all("is not an integer" in problem(ns_steps=value) for value in (5.0, True))
     assert "5 without quotes" in problem(ns_steps="5")
 
 
 @pytest.mark.parametrize("name", COEFFICIENTS)
 def test_named_coefficient_tables(name):
     assert DSMuonConfig.parse({"ns_coefficients": name}).ns_coefficients == name
+
+
+@pytest.mark.parametrize(
+    ("params", "steps"),
+    [
+        ({}, 5),
+        ({"ns_coefficients": "minimax"}, 4),
+        ({"ns_coefficients": "minimax", "ns_steps": 6}, 6),
+        ({"ns_coefficients": "minimax", "ns_steps": None}, 4),
+        ({"ns_coefficients": [[2, -1, 0]] * 7}, 7),
+    ],
+)
+def test_without_ns_steps_the_coefficients_say_how_many(params, steps):
+    assert len(DSMuonConfig.parse(params).newton_schulz(torch.device("cpu")).triples) == steps
 
 
 def test_triples_are_accepted_as_lists_and_tuples():
@@ -208,7 +223,7 @@ def test_more_triples_than_steps_are_refused():
     assert problem(ns_coefficients=[triple] * 3, ns_steps=2) == (
         "optimizer.params.ns_steps = 2: is less than the 3 triples of ns_coefficients; set 3, or list fewer triples"
     )
-    assert "ns_steps = 5: is less than the 6 triples" in problem(ns_coefficients=[triple] * 6)
+    assert "has 101 triples, more than the 100 steps there may be; set" in problem(ns_coefficients=[triple] * 101)
 
 
 @pytest.mark.parametrize(
@@ -366,7 +381,9 @@ def test_what_is_right_can_be_had_beside_the_problems():
     assert (config.lr, config.momentum, config.muon_params, config.beta2) == (0.02, 0.5, ("a",), 0.95)
     assert config.model_fields_set == {"momentum", "muon_params"}
     assert [line.split(" ")[0].rsplit(".")[-1] for line in lines] == ["lr", "beta2", "zzz"]
-    config, lines = DSMuonConfig.read({"variant": "nor", "beta2": 0.9, "ns_coefficients": [[1, 1, 1]] * 6})
+    config, lines = DSMuonConfig.read(
+        {"variant": "nor", "beta2": 0.9, "ns_coefficients": [[1, 1, 1]] * 6, "ns_steps": 5}
+    )
     assert config.variant == "muon" and config.ns_coefficients == "quintic"
     assert [line.split(" ")[0].rsplit(".")[-1] for line in lines] == ["variant"]
 

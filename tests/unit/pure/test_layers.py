@@ -15,8 +15,20 @@ MODULES = {
     for path in sorted((ROOT / "ds_muon").rglob("*.py"))
 }
 INSTRUMENTS = (
-    *("verify", "bench", "sample", "plan_cost", "plan_command", "replay", "cli", "ranks", "leash", "options"),
-    *("ordinary", "convert", "to_universal", "migrate"),
+    *(
+        "verify",
+        "bench",
+        "sample",
+        "plan_cost",
+        "plan_command",
+        "plan_model",
+        "replay",
+        "cli",
+        "ranks",
+        "leash",
+        "options",
+    ),
+    *("ordinary", "convert", "to_universal", "migrate", "doctor", "ds_config", "config_command"),
 )
 # What may know DeepSpeed, beside the instruments.
 BOUND_TO_DEEPSPEED = {

@@ -24,6 +24,7 @@ from tests.unit.support.spectra import (
     gaussian,
     half_bound,
     log_uniform,
+    magnified,
     rank_deficient,
     rounded_input,
 )
@@ -49,21 +50,22 @@ def errors(matrix: Tensor, ns_dtype: str, ns_method: str, **settings: Any) -> tu
 
 def assert_accurate(matrix: Tensor, ns_dtype: str, ns_method: str, **settings: Any) -> None:
     error, rounding = errors(matrix, ns_dtype, ns_method, **settings)
-    assert error <= TOLERANCES[ns_dtype] + 2 * rounding, (tuple(matrix.shape), settings, error, rounding)
+    allowed = TOLERANCES[ns_dtype] * magnified(settings.get("ns_coefficients", ""))
+    assert error <= allowed + 2 * rounding, (tuple(matrix.shape), settings, error, rounding)
 
 
 # ---- accuracy -------------------------------------------------------------------------------------------------------
 
 
 @pairwise(table=[*COEFFICIENTS], dtype=DTYPES, method=METHODS)
-def test_five_steps_match_the_reference(table: str, method: str, dtype: str) -> None:
+def test_the_steps_of_a_table_match_the_reference(table: str, method: str, dtype: str) -> None:
     for rows, cols in SHAPES + ASPECTS:
         assert_accurate(gaussian(rows, cols), dtype, method, ns_coefficients=table)
         assert_accurate(log_uniform(rows, cols, 1e4), dtype, method, ns_coefficients=table)
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("table", ["quintic", "you", "cubic"])
+@pytest.mark.parametrize("table", ["quintic", "you", "minimax", "cubic5", "cubic"])
 def test_fp32_is_within_1e5_up_to_condition_numbers_of_1e4(table: str, method: str) -> None:
     for rows, cols in SHAPES + ASPECTS:
         error, _ = errors(log_uniform(rows, cols, 1e4), "float32", method, ns_coefficients=table)
@@ -170,8 +172,8 @@ def test_the_reference_is_the_polynomial_of_the_singular_values() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("table", COEFFICIENTS)
 def test_no_matrix_makes_the_iteration_diverge(table: str, dtype: str) -> None:
-    # Singular values of 1.2 and less are what the polynomials can reach. Rounding errors in a Gram matrix that was kept
-    # too long push one beyond the reach of the next polynomial, and from there it grows without bound.
+    # Singular values of 1.31 and less are what the polynomials can reach. Rounding errors in a Gram matrix that was
+    # kept too long push one beyond the reach of the next polynomial, and from there it grows without bound.
     inputs = [dominated(rows, cols, 0.3, seed) for rows, cols in [(8, 64), (64, 8), (16, 24)] for seed in range(12)]
     inputs += [dominated(8, 64, 0.1, seed) for seed in (0, 17, 18, 26)]
     inputs += [dominated(64, 8, 0.1, seed) for seed in (2, 3, 14)]
@@ -180,10 +182,10 @@ def test_no_matrix_makes_the_iteration_diverge(table: str, dtype: str) -> None:
     inputs += [log_uniform(96, 200, 1e4), log_uniform(2, 15, 10), torch.ones(16, 40), torch.eye(12, 20)]
     half = gaussian(8, 40)
     inputs.append(torch.cat([half, half + 1e-3 * gaussian(8, 40, seed=1)]))
-    for steps in (5, 8):
+    for steps in (None, 8):
         settings = NewtonSchulz.resolve(CPU, ns_coefficients=table, ns_dtype=dtype, ns_steps=steps)
         for matrix, output in zip(inputs, orthogonalize(inputs, settings), strict=True):
-            assert torch.linalg.matrix_norm(output.double(), 2) < 1.3, (tuple(matrix.shape), steps)
+            assert torch.linalg.matrix_norm(output.double(), 2) < 1.35, (tuple(matrix.shape), steps)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -193,7 +195,7 @@ def test_rank_deficient_matrices_match_the_reference(table: str, method: str) ->
     for rows, cols in [(10, 10), (12, 40), (40, 12), (64, 96)]:
         half = gaussian(rows // 2, cols)
         error, _ = errors(torch.cat([half, half]), "float32", method, ns_coefficients=table)
-        assert error <= 1e-4, (rows, cols, error)
+        assert error <= (1e-4 if table != "deepseekv4" else 2e-3), (rows, cols, error)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

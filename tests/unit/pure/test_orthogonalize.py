@@ -253,6 +253,14 @@ def test_five_steps_cost_20_m3_for_squares_and_with_one_restart_14_m3_and_6_m2_n
         assert NewtonSchulz.resolve(CPU, ns_method="standard").cost(n, m) == 5 * (m**3 + 3 * m * m * n)
 
 
+def test_the_four_steps_of_minimax_cost_16_m3_for_squares_and_10_m3_and_6_m2_n_for_wide_ones() -> None:
+    settings = NewtonSchulz.resolve(CPU, ns_dtype="float16", ns_coefficients="minimax")
+    assert settings.cost(64, 64) == 16 * 64**3
+    assert settings.cost(64, 65) == 4 * (64**3 + 3 * 64 * 64 * 65)
+    for m, n in [(64, 128), (17, 1000), (2048, 3072)]:
+        assert settings.cost(m, n) == settings.cost(n, m) == 10 * m**3 + 6 * m * m * n
+
+
 @pytest.mark.parametrize(
     ("setting", "form"),
     [
@@ -303,7 +311,7 @@ class Recycling(TorchOperations):
 
 
 @pytest.mark.parametrize("form", ["standard", "gram"])
-@pytest.mark.parametrize("table", ["quintic", "polar_express", "you", "cubic"])
+@pytest.mark.parametrize("table", COEFFICIENTS)
 def test_no_more_squares_are_in_use_than_it_says(table: str, form: str) -> None:
     for dtype, steps in itertools.product((torch.float16, torch.float32), (1, 2, 5, 9)):
         x = (gaussian(24, 64) / 40).to(dtype)[None]

@@ -248,7 +248,6 @@ def test_what_could_not_be_written_is_told_at_the_end(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["no-model"],
         ["gpt-124m", "--world-size", "0"],
         ["gpt-124m", "--tflops", "-1"],
     ],

@@ -26,7 +26,14 @@ from tests.unit.support.steps import exact_gradients
 pytestmark = pytest.mark.ranks
 
 # Straddlers, an odd size, which alignment follows by a gap, and so little for AdamW that some ranks hold nothing of it.
-SHAPES = [(24, 24), (15, 31), (16, 40), (7, 13), (2, 3), (3, 20), (11,), (5, 1)]
+SHAPES = [(24, 24), (15, 31), (16, 40), (3, 4, 7), (2, 3), (3, 20), (11,), (5, 1)]
+# Rows, columns and parts that take turns; p3 is a stack, each of its matrices of two.
+BLOCKS: dict[str, Any] = {
+    "p0": {"split": 3},
+    "p1": {"split": [16, 15], "axis": "in"},
+    "p2": {"split": 4, "interleaved": True},
+    "p3": {"split": 2},
+}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "round robin": {"round_robin_gradients": True},
@@ -37,7 +44,9 @@ STEPS = 2
 
 
 def settings(variant: str, dtype: str, momentum_dtype: str, stage: int, layout: str) -> dict[str, Any]:
-    params = {"variant": variant, "weight_decay": 0.1, "momentum_dtype": momentum_dtype}
+    rule, _, blocks = variant.partition(", ")
+    params = {"variant": rule, "weight_decay": 0.1, "momentum_dtype": momentum_dtype, "muon_params": ["p3"]}
+    params |= {"muon_blocks": BLOCKS} if blocks else {}
     fp16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2}} if dtype == "float16" else {}
     return ds_config(params, dtype=dtype, stage=stage, zero=LAYOUTS[layout], scheduler=SCHEDULER, **fp16)
 
@@ -104,7 +113,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[str, 
 
 # Dtype of the model, variant, dtypes of the momentum and stages, then and now.
 KINDS = [
-    ("float32", "normuon", ("float32", "float32"), (1, 2)),
+    ("float32", "normuon, blocks", ("float32", "float32"), (1, 2)),
     ("bfloat16", "normuon", ("bfloat16", "bfloat16"), (2, 1)),
     ("float16", "muon", ("float32", "float32"), (2, 1)),
     ("bfloat16", "muon", ("float32", "bfloat16"), (2, 2)),
@@ -145,6 +154,61 @@ def test_a_run_goes_on_at_another_size_and_layout_as_the_one_that_stayed(
         said = [f"momentum, {momentum[0]}, is converted to {momentum[1]}"] if momentum[0] != momentum[1] else []
         said += ["saved with other param groups"] if groups[0] != groups[1] else []
         assert len(lines) == len(said) and all(map(str.__contains__, lines, said)), rank
+
+
+def variances_of_tensors(found: dict[str, Any]) -> dict[str, Tensor]:
+    """The moments of each tensor, those of its matrices one after another."""
+    joined: dict[str, list[Tensor]] = {}
+    for name, moments in found["variance"].items():
+        joined.setdefault(name.partition("[")[0], []).append(moments)
+    return {name: torch.cat(moments) for name, moments in joined.items()}
+
+
+def load_by_other_blocks(folder: str, variant: str, blocks: dict[str, Any]) -> dict[str, Any] | str:
+    """What the run is when it has loaded, or why it has not."""
+    config = settings(variant, "float32", "float32", 2, "plain")
+    config["optimizer"]["params"]["muon_blocks"] = blocks
+    engine = start_groups(SHAPES, config, 1)
+    train_step(engine, exact_gradients(SHAPES, 9, engine.device))
+    before = by_name(engine)
+    try:
+        engine.load_checkpoint(folder)
+    except ValueError as error:
+        assert_same(by_name(engine), before)
+        return str(error)
+    finally:
+        engine.destroy()
+    return by_name(engine)
+
+
+COLUMNS, IN_TURNS = {k: BLOCKS[k] for k in ("p0", "p2", "p3")}, {**BLOCKS, "p2": {"split": 4}}
+
+
+@pytest.mark.parametrize("blocks", [{}, COLUMNS, {**BLOCKS, "p0": {"split": 2, "axis": "in"}}])
+def test_momentum_is_loaded_whatever_matrices_a_tensor_is_made_of(
+    saved: Callable[..., tuple[str, list[Any]]], blocks: dict[str, Any]
+) -> None:
+    folder, (before, *_) = saved(2, 1, "muon, blocks", "float32", "float32", 2, "plain")
+    for loaded in run_ranks(3, load_by_other_blocks, folder, "muon", blocks):
+        assert_same(loaded, before)
+
+
+def test_moments_of_rows_are_loaded_by_other_blocks_of_whole_rows(saved: Callable[..., tuple[str, list[Any]]]) -> None:
+    folder, (before, *_) = saved(2, 1, "normuon, blocks", "float32", "float32", 2, "plain")
+    blocks = {"p1": BLOCKS["p1"], "p2": BLOCKS["p2"], "p0": {"split": [20, 4]}}
+    for loaded in run_ranks(3, load_by_other_blocks, folder, "normuon", blocks):
+        assert_same(variances_of_tensors(loaded), variances_of_tensors(before))
+        assert_same({**loaded, "variance": {}}, {**before, "variance": {}})
+
+
+@pytest.mark.parametrize(("blocks", "tensor"), [({}, "p1"), (COLUMNS, "p1"), (IN_TURNS, "p2")])
+def test_moments_of_other_outputs_are_refused_by_name(
+    saved: Callable[..., tuple[str, list[Any]]], blocks: dict[str, Any], tensor: str
+) -> None:
+    # Of p2 there are as many, in another order.
+    folder, _ = saved(2, 1, "normuon, blocks", "float32", "float32", 2, "plain")
+    for said in run_ranks(3, load_by_other_blocks, folder, "normuon", blocks):
+        assert f"'{tensor}' has other outputs there" in said and "muon_blocks it was saved with" in said
 
 
 DTYPES = ["float32", "bfloat16", "float16"]

@@ -299,6 +299,8 @@ def draw(shape: tuple[int, ...], generator: torch.Generator, one_direction: bool
         ("bfloat16", "bfloat16", 4, "quintic", "polar_express"),
         ("bfloat16", "bfloat16", 4, "polar_express", "quintic"),
         ("float16", "float16", 8, "polar_express", "quintic"),
+        ("bfloat16", "bfloat16", 4, "minimax", "cubic5"),
+        ("float16", "float16", 8, "cubic5", "minimax"),
     ],
     one_direction=[True, False],
 )
