@@ -47,6 +47,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="for the times: rate of a rank's link (default: %(default)g)",
     )  # fmt: skip
     parser.add_argument(
+        "--bus", type=rate, default=50.0, metavar="GB/s",
+        help="for the times with CPU offload: between host and GPU, in one direction (default: %(default)g)",
+    )  # fmt: skip
+    parser.add_argument(
         "--ns-backend", choices=("auto", *BACKENDS), default="auto",
         help="for the memory: whose batches (default: triton where it is installed, as on Hopper GPUs, else torch)",
     )  # fmt: skip
@@ -93,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
                 "",
             ]
             tell("\n".join(lines))
-        tell(f"{plan_cost.table(found)}\n")
+        tell(f"{plan_cost.table(found, 1e9 * options.bus)}\n")
     numbers: dict[str, object] = {**costs, **({"routing": routings} if routings else {})}
     written = write_outputs(options, numbers, lambda path: draw_costs(path, costs, options.tflops))
     return 0 if written else COULD_NOT_RUN

@@ -50,8 +50,8 @@ def config_refusals(config: Any, sequence_parallel: int) -> list[str]:
     """
     zero = config.zero_config
     stage = int(zero.stage)
-    offload = "none" if zero.offload_optimizer is None else zero.offload_optimizer.device
-    offload = getattr(offload, "value", offload)
+    section = zero.offload_optimizer
+    offload = "none" if section is None else getattr(section.device, "value", section.device)
     lines = []
     if stage not in (1, 2):
         lines.append(f"zero_optimization.stage = {stage}: DSMuon works with ZeRO stages 1 and 2; set 1 or 2")
@@ -73,8 +73,20 @@ def config_refusals(config: Any, sequence_parallel: int) -> list[str]:
             (
                 "zero_optimization.offload_optimizer.device",
                 offload,
-                offload != "none",
-                "the optimizer must stay on the accelerator in this version; remove offload_optimizer",
+                offload not in ("none", "cpu"),
+                'its state may be on the accelerator or on the host; set "cpu", or remove offload_optimizer',
+            ),
+            (
+                "zero_optimization.offload_optimizer.super_offload",
+                "true",
+                offload == "cpu" and section.super_offload,
+                "it replaces the optimizer of ZeRO-3; remove super_offload",
+            ),
+            (
+                "zero_optimization.compute_grad_norm",
+                "false",
+                offload == "cpu" and not zero.compute_grad_norm,
+                "DeepSpeed does not take it with offload_optimizer; remove one of the two",
             ),
             (
                 "zero_optimization.zenflow",

@@ -31,7 +31,16 @@ INSTRUMENTS = (
     *("ordinary", "convert", "to_universal", "migrate", "doctor", "ds_config", "config_command"),
 )
 # What may know DeepSpeed, beside the instruments.
-BOUND_TO_DEEPSPEED = {"registration", "schedulers", "zero", "zero_base", "checkpoint", "shards", "saving"}
+BOUND_TO_DEEPSPEED = {
+    "registration",
+    "schedulers",
+    "zero",
+    "zero_base",
+    "zero_offload",
+    "checkpoint",
+    "shards",
+    "saving",
+}
 # The one arrow from the engine to an instrument: taken only in a run that asks to be checked.
 ON_REQUEST = ("ds_muon.registration", "ds_muon.verify.in_training")
 
