@@ -49,7 +49,7 @@ from ds_muon.shards import SAVE, Save
 from ds_muon.universal import LATEST, FoundUniversal, check_universal_before_loading, is_universal, loading_by_name
 from ds_muon.zero import MuonZeroOptimizer
 
-_REFUSED = "DSMuon refuses this setup:"
+_REFUSED = "DSMuon refuses this setup (ds-muon doctor --config FILE --fix OUT mends configs):"
 _roll_call = RollCall()
 
 # What this package binds to: methods of the engine and of the ZeRO optimizer, attributes that the latter's constructor

@@ -10,11 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ds_muon.ds_config import ABSENT, Place, autos, changed
+from ds_muon.ds_config import ABSENT, Place, autos, changed, value_at
 
 # A model's, where Trainer goes by the model. Nothing that is refused or warned about depends on it.
 _HIDDEN_SIZE = 1024
 _STEPS = 1000
+
+_LR: Place = ("optimizer", "params", "lr")
+_TOP_OF_WARMUP: Place = ("scheduler", "params", "warmup_max_lr")
 
 # Of each key the argument that Trainer takes it from, if there is one, and what that is unless it is given.
 FILLED_IN: Mapping[Place, tuple[str, Any]] = {
@@ -24,12 +27,12 @@ FILLED_IN: Mapping[Place, tuple[str, Any]] = {
     ("gradient_clipping",): ("max_grad_norm", 1.0),
     ("fp16", "enabled"): ("fp16", False),
     ("bf16", "enabled"): ("bf16", False),
-    ("optimizer", "params", "lr"): ("learning_rate", 5e-5),
+    _LR: ("learning_rate", 5e-5),
     ("optimizer", "params", "betas"): ("adam_beta1, adam_beta2", [0.9, 0.999]),
     ("optimizer", "params", "eps"): ("adam_epsilon", 1e-8),
     ("optimizer", "params", "weight_decay"): ("weight_decay", 0.0),
     ("scheduler", "params", "warmup_min_lr"): ("", 0),
-    ("scheduler", "params", "warmup_max_lr"): ("learning_rate", 5e-5),
+    _TOP_OF_WARMUP: ("learning_rate", 5e-5),
     ("scheduler", "params", "warmup_num_steps"): ("warmup_steps", 1),
     ("scheduler", "params", "total_num_steps"): ("", _STEPS),
     ("zero_optimization", "reduce_bucket_size"): ("", _HIDDEN_SIZE**2),
@@ -54,7 +57,7 @@ class Filled:
 
     @property
     def rate_is_given_elsewhere(self) -> bool:
-        return ("optimizer", "params", "lr") in self.places
+        return _LR in self.places
 
 
 def fill(config: dict[str, Any], choices: tuple[str, ...]) -> Filled:
@@ -69,4 +72,8 @@ def fill(config: dict[str, Any], choices: tuple[str, ...]) -> Filled:
     chosen = {("optimizer", "params", key) for key in choices}
     blanks = tuple(place for place in found if place not in FILLED_IN and (places or place not in chosen))
     values = {**{place: FILLED_IN[place][1] for place in places}, **dict.fromkeys(blanks, ABSENT)}
+    # A rate that stands in the file has to be learning_rate, or Trainer stops.
+    stated = value_at(config, _LR)
+    if isinstance(stated, int | float) and _TOP_OF_WARMUP in places:
+        values[_TOP_OF_WARMUP] = stated
     return Filled(changed(config, values), places, blanks)

@@ -133,6 +133,14 @@ def test_a_rate_that_trainer_gives_is_named() -> None:
     assert changes(config) == {"optimizer.params.adjust_lr_fn": "match_rms_adamw"}
 
 
+def test_a_rate_in_the_file_is_the_one_that_the_schedule_gets() -> None:
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}}
+    assert not said(ds_config({"lr": 0.02}, scheduler=scheduler), "warning")
+    low = ds_config({"lr": 1e-4, "adam_lr": 1e-4}, scheduler=scheduler)
+    (warning,) = said(low, "warning")
+    assert "Muon's learning rate is 0.0001" in warning and "Trainer" not in warning
+
+
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 

@@ -64,8 +64,8 @@ def through_another_dtype(engine: Any) -> None:
 
 def evaluate(engine: Any) -> None:
     engine.eval()
-    with torch.no_grad():
-        engine(gradients_of(engine, 9))
+    with torch.no_grad():  # also where the weights are away from the accelerator
+        engine([g.to(p.device) for g, p in zip(gradients_of(engine, 9), engine.module.parameters(), strict=True)])
     engine.train()
 
 

@@ -182,7 +182,7 @@ def test_everything_that_is_wrong_is_said_at_once_on_every_rank() -> None:
     with pytest.raises(RankFailure) as failure:
         run_ranks(2, initialize, config, timeout=60)
     beginnings = (
-        "ds_muon.refusals.DSMuonRefusal: DSMuon refuses this setup:",
+        "ds_muon.refusals.DSMuonRefusal: DSMuon refuses this setup (ds-muon doctor",
         "zero_optimization.reduce_scatter = true",
         "compile.deepcompile = true",
         'optimizer.params.lr = "x"',

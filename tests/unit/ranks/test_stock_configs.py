@@ -27,7 +27,7 @@ def refused_by_an_engine(config: dict[str, Any]) -> list[str]:
     try:
         start(Block(), config).destroy()
     except (DSMuonRefusal, DSMuonConfigError, ValueError) as error:
-        return [line for line in str(error).splitlines() if line != "DSMuon refuses this setup:"]
+        return [line for line in str(error).splitlines() if not line.startswith("DSMuon refuses")]
     return []
 
 
