@@ -21,6 +21,8 @@ COMMANDS = {
     ),
     "replay": ("ds_muon.replay", "find the backend that is at fault, from a file that DS_MUON_NAN_CAPTURE=1 saved"),
     "bench": ("ds_muon.bench.command", "measure on this machine"),
+    "doctor": ("ds_muon.doctor.command", "whether this machine and a config are fit for DSMuon; the config that is"),
+    "config": ("ds_muon.config_command", "print a DeepSpeed config to start from, or list them"),
     "plan": ("ds_muon.plan_command", "what Muon's step costs at world sizes that are not at hand"),
     "to-universal": ("ds_muon.to_universal", "write a checkpoint in DeepSpeed's universal layout"),
     "migrate": ("ds_muon.migrate", "make a checkpoint of AdamW, or of DeepSpeed's Muon, one that DSMuon loads"),

@@ -77,15 +77,23 @@ class Exchange:
         plan: the group's plan, the same on every rank.
         rank: this rank within ``process_group``.
         process_group: the ranks that share the group; None for the default group.
+        device: where units are assembled and what travels lies; by default where the partition is.
     """
 
-    def __init__(self, plan: GroupPlan, rank: int, process_group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        plan: GroupPlan,
+        rank: int,
+        process_group: dist.ProcessGroup | None,
+        device: torch.device | None = None,
+    ) -> None:
         self.owned = plan.owned_travellers(rank)
         """Travelling units whose matrices this rank orthogonalizes, in the order of ``gather``'s result."""
         self.sent_bytes = 0
         """Bytes that this rank has sent so far."""
         self._active = bool(plan.travellers)
         self._process_group = process_group
+        self._device = device
         # Kept, because they are the same in every step and with many ranks take time on the host.
         self._outgoing = _Routes.of(plan.outgoing(rank))
         self._incoming = _Routes.of(plan.incoming(rank))
@@ -103,10 +111,11 @@ class Exchange:
         """
         if not self._active:
             return Transfer()
-        full = {unit.name: partition.new_empty(unit.piece.numel) for unit in self.owned}
+        device = self._device or partition.device
+        full = {unit.name: partition.new_empty(unit.piece.numel, device=device) for unit in self.owned}
         for unit, held in self._kept:
             _of_unit(full[unit.name], held).copy_(_of_partition(partition, held))
-        packed = _pack([_of_partition(partition, held) for _, held in self._outgoing.slices], like=partition)
+        packed = _pack([_of_partition(partition, held) for _, held in self._outgoing.slices], like=partition).to(device)
         targets = [_of_unit(full[unit.name], held) for unit, held in self._incoming.slices]
         tensors = [full[unit.name].view(unit.rows, unit.cols) for unit in self.owned]
         return self._all_to_all(packed, self._outgoing, self._incoming, targets, tensors)
@@ -125,9 +134,10 @@ class Exchange:
             return Transfer()
         full = {unit.name: output.reshape(-1) for unit, output in zip(self.owned, outputs, strict=True)}
         for unit, held in self._kept:
-            _of_partition(partition, held).copy_(_of_unit(full[unit.name], held))
+            # Moved before it is converted: half the bytes, if that is to the host.
+            _of_partition(partition, held).copy_(_of_unit(full[unit.name], held).to(partition.device))
         leaving = [_of_unit(full[unit.name], held) for unit, held in self._incoming.slices]
-        packed = _pack(leaving, like=partition.new_empty(0, dtype=dtype))
+        packed = _pack(leaving, like=partition.new_empty(0, dtype=dtype, device=self._device or partition.device))
         targets = [_of_partition(partition, held) for _, held in self._outgoing.slices]
         return self._all_to_all(packed, self._incoming, self._outgoing, targets, [])
 
@@ -159,5 +169,7 @@ def _pack(pieces: Sequence[Tensor], *, like: Tensor) -> Tensor:
 
 
 def _unpack(packed: Tensor, targets: Sequence[Tensor]) -> None:
+    if targets:
+        packed = packed.to(targets[0].device)
     for target, piece in zip(targets, torch.split(packed, [target.numel() for target in targets]), strict=True):
         target.copy_(piece)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-Extra = Literal["mpi", "plot", "triton"]
+Extra = Literal["integrations", "mpi", "plot", "triton"]
 
 # As in pyproject.toml. torch may have brought an older one.
 OLDEST_TRITON = (3, 4)

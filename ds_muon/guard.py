@@ -154,26 +154,33 @@ class StepGuard:
         if self._nan_guard == "off":
             *squares, stop, refused, may = verdict.for_host.wait()
         else:
-            byte = agree_on_updates(updates, self._capture.stops_training, self._process_group)
-            *squares, stop, refused, may, found = torch.cat([verdict.for_host.numbers, byte.double()]).tolist()
+            numbers = verdict.for_host.numbers
+            byte = agree_on_updates(updates, self._capture.stops_training, self._process_group, numbers.device)
+            *squares, stop, refused, may, found = torch.cat([numbers, byte.double()]).tolist()
         of_muon = len(verdict.moves)
         return Findings(squares[:of_muon], squares[of_muon:], bool(may), int(found), bool(stop), bool(refused))
 
 
-def agree_on_updates(partitions: Sequence[Tensor], captured: bool, process_group: dist.ProcessGroup | None) -> Tensor:
+def agree_on_updates(
+    partitions: Sequence[Tensor],
+    captured: bool,
+    process_group: dist.ProcessGroup | None,
+    device: torch.device | None = None,
+) -> Tensor:
     """One byte, the same on every rank: whether all updates are finite. A collective; the host does not wait.
 
     Args:
         partitions: this rank's staged updates, one flat tensor per Muon group; not modified.
         captured: whether this rank asks to stop because of a capture.
         process_group: the ranks that share the weights.
+        device: on which ranks communicate; by default that of ``partitions``.
 
     Returns:
-        (1,) uint8 on the device: ``FINITE``, ``NOT_FINITE`` or ``CAPTURED``.
+        (1,) uint8 on that device: ``FINITE``, ``NOT_FINITE`` or ``CAPTURED``.
     """
     # A NaN survives in the largest magnitude.
     largest = torch.stack([torch.linalg.vector_norm(partition, ord=float("inf")) for partition in partitions])
-    byte = largest.isfinite().all().logical_not().to(torch.uint8).view(1)
+    byte = largest.isfinite().all().logical_not().to(device, torch.uint8).view(1)
     if captured:
         byte.fill_(CAPTURED)
     dist.all_reduce(byte, op=dist.ReduceOp.MAX, group=process_group)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from ds_muon.capture import NanCapture
 from ds_muon.exchange import Exchange, Transfer, result_dtype
 from ds_muon.normuon import RowVariance
+from ds_muon.offload import STAGING_BYTES, Ferry
 from ds_muon.orthogonalize import NewtonSchulz, batches, orthogonalize_batch
 from ds_muon.passes import Held, Segments, Where, rows_of, store_updates, sum_of_squares
 from ds_muon.plan.partition import GroupPlan, Matrix, Slice, Unit
@@ -49,6 +49,7 @@ class MuonGroup:
         adjust_lr_fn: see ``update_scale``.
         beta2: NorMuon's; None for plain Muon.
         capture: saves the inputs of results that are not finite.
+        ferry: to the accelerator, if partitions are on the host; None if they are where Newton-Schulz runs.
     """
 
     def __init__(
@@ -62,8 +63,9 @@ class MuonGroup:
         adjust_lr_fn: str,
         beta2: float | None,
         capture: NanCapture,
+        ferry: Ferry | None = None,
     ) -> None:
-        self.exchange = Exchange(plan, rank, process_group)
+        self.exchange = Exchange(plan, rank, process_group, None if ferry is None else ferry.device)
         self.row_variance: RowVariance | None = None
         """Where the rows of NorMuon's state lie; None for plain Muon."""
         if beta2 is not None:
@@ -78,6 +80,7 @@ class MuonGroup:
         self._settings = settings
         self._adjust_lr_fn = adjust_lr_fn
         self._capture = capture
+        self._ferry = ferry
         # Once, because a model may have thousands of experts.
         self._whole = [(unit, held) for unit, held in self._held if not unit.travels]
         self._runs = _runs(self._whole)
@@ -125,14 +128,12 @@ class MuonGroup:
         gathered = zip(self.exchange.owned, gathering.tensors, strict=True)
         inputs = [*whole, *((m, u) for unit, u in gathered for m in unit.matrices)]
         before, together, after = self._batches(inputs, len(whole))
-        for indices in before:
-            self._update([inputs[i] for i in indices], len(indices), variance)
+        self._update([([inputs[i] for i in indices], len(indices)) for indices in before], variance)
         gathering.wait()
         batches = [([inputs[i] for i in indices], sum(i < len(whole) for i in indices)) for indices in together]
         returning = self._update_and_return(batches, partition, variance)
         del gathering, gathered, inputs, batches  # frees the gathered matrices
-        for indices in after:
-            self._update([whole[i] for i in indices], len(indices), variance)
+        self._update([([whole[i] for i in indices], len(indices)) for indices in after], variance)
         yield  # slices of O are on their way to the ranks that hold them
 
         returning.wait()
@@ -171,8 +172,12 @@ class MuonGroup:
         """See ``order_batches``. Kept, because it is the same in every step and takes time on the host."""
         if self._order is None:
             matrices = [matrix for matrix, _ in inputs]
-            device = inputs[0][1].device if inputs else torch.device("cpu")
-            self._order = order_batches(matrices, whole, self._settings, device)
+            if self._ferry is not None:
+                # While one batch is orthogonalized, the next goes up.
+                device, most = self._ferry.device, STAGING_BYTES // 2
+            else:
+                device, most = inputs[0][1].device if inputs else torch.device("cpu"), None
+            self._order = order_batches(matrices, whole, self._settings, device, most)
         return self._order
 
     def _update_and_return(
@@ -181,37 +186,62 @@ class MuonGroup:
         """Orthogonalize the gathered matrices, with those that share their batches, and start to return the results.
 
         Args:
-            together: batches, each with the number of matrices that do not travel. They come first.
+            together: as ``_update`` takes them.
         """
-        results: dict[str, Tensor] = {}
-        for batch, count in together:
-            outputs = self._update(batch, count, variance)
-            results.update(zip((matrix.name for matrix, _ in batch[count:]), outputs, strict=True))
+        results = self._update(together, variance)
         dtype = result_dtype(self._settings, normuon=variance is not None)
         outputs = [_assembled(unit, results, dtype) for unit in self.exchange.owned]
         return self.exchange.scatter(outputs, partition, dtype)
 
-    def _update(self, batch: _Batch, count: int, variance: Tensor | None) -> Sequence[Tensor]:
-        """Overwrite the first ``count`` U of a batch with ``s O``. Return the O of the others, without ``s``.
+    def _update(self, batches: Sequence[tuple[_Batch, int]], variance: Tensor | None) -> dict[str, Tensor]:
+        """Overwrite U with ``s O``, but for matrices that have travelled: of these, return O by name, without ``s``.
 
         Args:
-            batch: matrices, each with the U of its unit.
+            batches: matrices, each with the U of its unit, and how many of a batch have not travelled. They come first.
         """
+        results: dict[str, Tensor] = {}
+        if self._ferry is None:
+            for batch, count in batches:
+                self._update_batch(batch, count, variance, results)
+        else:
+            # While one batch is orthogonalized, the next goes up, and the one before is stored.
+            in_turns([self._update_on_host(self._ferry, *batch, variance, results) for batch in batches])
+        return results
+
+    def _update_batch(self, batch: _Batch, count: int, variance: Tensor | None, results: dict[str, Tensor]) -> None:
+        """``_update`` of a batch. Adds to ``results``."""
         copies = _Copies()
         inputs = [(m, copies.of(m, unit) if m.piece.strips else unit) for m, unit in batch]
         outputs = self.orthogonalize(inputs)
         factors = self._factors(inputs, outputs, variance)
-        targets = [u for _, u in inputs]
-        here, away = (None, None) if factors is None else (factors[:count], factors[count:])
-        store_updates(outputs[:count], targets[:count], scale=self._scale(batch[0][0]), factors=here)
+        targets = [u for _, u in inputs[:count]]
+        here = None if factors is None else factors[:count]
+        store_updates(outputs[:count], targets, scale=self._scale(batch[0][0]), factors=here)
         copies.put_back(batch[:count])
-        if count == len(batch):
-            return ()
-        if away is not None:
-            store_updates(outputs[count:], targets[count:], factors=away)
-            return targets[count:]
-        # Copies, because views would keep the whole batch alive.
-        return outputs[count:].clone(memory_format=torch.contiguous_format).unbind()
+        results.update(_results(inputs[count:], outputs[count:], None if factors is None else factors[count:]))
+
+    def _update_on_host(
+        self, ferry: Ferry, batch: _Batch, count: int, variance: Tensor | None, results: dict[str, Tensor]
+    ) -> Iterator[None]:
+        """The same where U lies on the host, but for matrices that have travelled. In three turns."""
+        copies = _Copies()
+        units = [copies.of(m, unit) if m.piece.strips else unit for m, unit in batch]
+        rising = ferry.up(units[:count])
+        yield  # U is on its way up
+
+        lifted = [*rising.on_accelerator(), *units[count:]]
+        inputs = [(matrix, u) for (matrix, _), u in zip(batch, lifted, strict=True)]
+        outputs = self.orthogonalize(inputs)
+        factors = self._factors(inputs, outputs, variance)
+        falling = ferry.down([outputs[:count]] if factors is None else [outputs[:count], factors[:count]])
+        results.update(_results(inputs[count:], outputs[count:], None if factors is None else factors[count:]))
+        del rising, lifted, inputs, outputs  # memory of the accelerator
+        yield  # O is on its way down
+
+        stored, *of_rows = falling.on_host()
+        scale = self._scale(batch[0][0])
+        store_updates(stored, units[:count], scale=scale, factors=of_rows[0] if of_rows else None)
+        copies.put_back(batch[:count])
 
     def commit(self, variance: Tensor | None) -> None:
         """Overwrite NorMuon's state with the staged variances."""
@@ -247,6 +277,19 @@ class MuonGroup:
         return self.row_variance.factors(variance, [matrix.name for matrix, _ in batch], outputs, batch[0][0].layout)
 
 
+def _results(inputs: _Batch, outputs: Tensor, factors: Tensor | None) -> dict[str, Tensor]:
+    """O of matrices by name, times the factors of their rows, in memory of their own. Overwrites U if there are any."""
+    if not inputs:
+        return {}
+    if factors is None:
+        # Copies, because views would keep the whole batch alive.
+        made: Sequence[Tensor] = outputs.clone(memory_format=torch.contiguous_format).unbind()
+    else:
+        made = [u for _, u in inputs]
+        store_updates(outputs, made, factors=factors)
+    return {matrix.name: result for (matrix, _), result in zip(inputs, made, strict=True)}
+
+
 def _runs(whole: Sequence[tuple[Unit, Slice]]) -> list[tuple[int, int, int, int]]:
     """Units of one shape that lie side by side: first element, number, rows and columns. Torch cuts a run at once."""
     runs: list[tuple[int, int, int, int]] = []
@@ -278,15 +321,18 @@ class _Copies:
 
     def put_back(self, matrices: _Batch) -> None:
         """Write the copies of these matrices to their units."""
-        counts = Counter(id(unit) for _, unit in matrices)
+        of_units: dict[int, list[tuple[Matrix, Tensor]]] = {}
         for matrix, unit in matrices:
-            if (copies := self._of_units.get(id(unit))) is None:
-                continue
-            even = matrix.piece.stacked(unit) if counts[id(unit)] == len(copies) else None
-            if even is None:
-                matrix.piece.store(copies[matrix.number], unit, matrix.number)
-            elif matrix.number == 0:
+            if matrix.piece.strips:
+                of_units.setdefault(id(unit), []).append((matrix, unit))
+        for key, strips in of_units.items():
+            (first, unit), copies = strips[0], self._of_units[key]
+            even = first.piece.stacked(unit) if len(strips) == len(copies) else None
+            if even is not None:
                 even.copy_(torch.stack(list(copies)).view(even.shape))
+                continue
+            for matrix, _ in strips:
+                matrix.piece.store(copies[matrix.number], unit, matrix.number)
 
 
 def _assembled(unit: Unit, results: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -301,7 +347,7 @@ def _assembled(unit: Unit, results: Mapping[str, Tensor], dtype: torch.dtype) ->
 
 
 def order_batches(
-    matrices: Sequence[Matrix], whole: int, settings: NewtonSchulz, device: torch.device
+    matrices: Sequence[Matrix], whole: int, settings: NewtonSchulz, device: torch.device, most: int | None = None
 ) -> tuple[_Indices, _Indices, _Indices]:
     """The batches that a rank runs, as indices: before the gathered matrices arrive, with them, and after.
 
@@ -313,7 +359,8 @@ def order_batches(
         matrices: the gathered ones come last. A batch has one layout: scale and NorMuon's rows depend on it.
         whole: how many do not travel.
         settings: of the iteration.
-        device: of the matrices.
+        device: of the matrices, when they are orthogonalized.
+        most: bytes of U in a batch; a larger matrix is alone. None for no such bound.
     """
     in_out = {i for i, matrix in enumerate(matrices) if matrix.layout == "in_out"}
     shapes = [(matrix.rows, matrix.cols) for matrix in matrices]
@@ -329,8 +376,17 @@ def order_batches(
     for first, end in [(0, whole), (whole, len(matrices))] if apart else [(0, len(matrices))]:
         for alike in ([i for i in range(first, end) if (i in in_out) is turned] for turned in (False, True)):
             for indices in batches([shapes[i] for i in alike], device, settings):
-                chosen = [alike[i] for i in indices]
-                (ready if chosen[-1] < whole else waiting).append(chosen)
+                for chosen in _cut([alike[i] for i in indices], shapes, most):
+                    (ready if chosen[-1] < whole else waiting).append(chosen)
     costs = [cost(indices) for indices in ready]
     before = sum(2 * done < sum(costs) for done in accumulate(costs, initial=0))
     return ready[:before], waiting, ready[before:]
+
+
+def _cut(indices: Sequence[int], shapes: Sequence[tuple[int, int]], most: int | None) -> list[Sequence[int]]:
+    """A batch in parts of about equal size, each with at most ``most`` bytes of U, or one matrix."""
+    if most is None:
+        return [indices]
+    rows, cols = shapes[indices[0]]
+    parts = -(-len(indices) // max(1, most // max(1, rows * cols * torch.float32.itemsize)))
+    return [indices[len(indices) * part // parts : len(indices) * (part + 1) // parts] for part in range(parts)]

@@ -14,7 +14,7 @@ from ds_muon.config import DSMuonConfig
 from ds_muon.dtypes import DTYPES
 from ds_muon.learning_rates import GroupRate
 from ds_muon.param_groups import GROUP_KEYS
-from ds_muon.passes import Where, advance_momentum_, apply_update_
+from ds_muon.passes import Where, advance_momentum_, apply_update_, chunk_on
 from ds_muon.routing import Routing
 
 LARGEST_IN_LIST = 2**30
@@ -89,7 +89,7 @@ class DSMuon(Optimizer):
     def adamw_groups(self) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if not group["use_muon"]]
 
-    def init_state(self, rows: Sequence[int]) -> None:
+    def init_state(self, rows: Sequence[int], device: torch.device | None = None) -> None:
         """Allocate all state as zeros, once the groups hold their flat partitions.
 
         ZeRO links state tensors to model parameters only once. So they exist before the first step, and from then on
@@ -97,6 +97,7 @@ class DSMuon(Optimizer):
 
         Args:
             rows: for each Muon group, the number of rows (outputs) of all its matrices.
+            device: of the accelerator, where NorMuon's second moments are; by default where the partitions are.
         """
         for i, group in enumerate(self.param_groups):
             for p in group["params"]:
@@ -104,8 +105,9 @@ class DSMuon(Optimizer):
                     dtype = DTYPES[self.config.momentum_dtype]
                     self.state[p] = {"momentum_buffer": torch.zeros_like(p, dtype=dtype, requires_grad=False)}
                     if self.config.variant == "normuon":
+                        there = device or p.device
                         # A column, because ZeRO takes state of the partition's own shape to be partitioned.
-                        self.state[p]["row_variance"] = torch.zeros((rows[i], 1), dtype=torch.float32, device=p.device)
+                        self.state[p]["row_variance"] = torch.zeros((rows[i], 1), dtype=torch.float32, device=there)
                 else:
                     self.state[p] = {
                         "step": torch.zeros((), dtype=torch.float32, device=p.device),
@@ -195,7 +197,7 @@ class DSMuon(Optimizer):
 def _in_pieces(
     groups: Sequence[dict[str, Any]], state: Mapping[Tensor, dict[str, Tensor]]
 ) -> tuple[list[dict[str, Any]], defaultdict[Tensor, dict[str, Tensor]]]:
-    """AdamW's groups and their state, as views of at most ``LARGEST_IN_LIST`` elements.
+    """AdamW's groups and their state, as views of at most ``LARGEST_IN_LIST`` elements; on a CPU, that fit its caches.
 
     AdamW is elementwise, so the views get the bits of the whole. The group's ``step`` must advance once: the first view
     has it, the others have copies.
@@ -207,7 +209,8 @@ def _in_pieces(
         assert p.grad is not None, "all groups are stepped together"
         step = state[p]["step"]
         flat = (p.detach(), p.grad, state[p]["exp_avg"], state[p]["exp_avg_sq"])
-        pieces = list(zip(*(torch.split(tensor, LARGEST_IN_LIST) for tensor in flat), strict=True))
+        most = min(LARGEST_IN_LIST, chunk_on(p.device)) if p.device.type == "cpu" else LARGEST_IN_LIST
+        pieces = list(zip(*(torch.split(tensor, most) for tensor in flat), strict=True))
         for i, (piece, gradient, exp_avg, exp_avg_sq) in enumerate(pieces):
             piece.grad = gradient
             own = step.clone() if i else step

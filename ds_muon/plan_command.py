@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
 
-from ds_muon import plan_cost
+from ds_muon import plan_cost, plan_model
 from ds_muon.bench.chart import draw_costs
 from ds_muon.extras import how_to_install
 from ds_muon.options import add_outputs, positive, rate, write_outputs
 from ds_muon.orthogonalize import BACKENDS
 from ds_muon.plan.owners import RATES, Rates
-from ds_muon.say import tell
+from ds_muon.say import printable, tell
 from ds_muon.verify.outcome import COULD_NOT_RUN
 
 
@@ -22,11 +23,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.description = plan_cost.__doc__
     parser.add_argument(
         "models",
-        nargs="+",
+        nargs="*",
         metavar="MODEL",
-        choices=plan_cost.MODELS,
-        help=f"whose matrices, as one param group: {', '.join(plan_cost.MODELS)}",
+        help=f"whose matrices, as one param group: {', '.join(plan_cost.MODELS)}; or the folder or file of a Hugging "
+        "Face config.json, whose routing is shown too",
     )
+    parser.add_argument(
+        "--model", metavar="MODULE:FACTORY",
+        help="a model of yours, by the function that ds-muon verify takes; made on the meta device, without memory",
+    )  # fmt: skip
     parser.add_argument(
         "--world-size", type=positive, nargs="+", metavar="N", default=[2**i for i in range(13)],
         help="numbers of ranks (default: 1, 2, 4, ... 4096)",
@@ -40,6 +45,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--link", type=rate, default=RATES.bytes_per_second / 1e9, metavar="GB/s",
         help="for the times: rate of a rank's link (default: %(default)g)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--bus", type=rate, default=50.0, metavar="GB/s",
+        help="for the times with CPU offload: between host and GPU, in one direction (default: %(default)g)",
     )  # fmt: skip
     parser.add_argument(
         "--ns-backend", choices=("auto", *BACKENDS), default="auto",
@@ -60,14 +69,35 @@ def run(options: argparse.Namespace) -> int:
     settings = replace(plan_cost.default_settings(), backend=backend)
     rates = Rates(1e12 * options.tflops, 1e9 * options.link)
     costs: dict[str, list[plan_cost.StepCost]] = {}
-    for model in options.models:
-        shapes = plan_cost.MODELS[model]()
-        costs[model] = [plan_cost.step_cost(shapes, size, settings, rates=rates) for size in options.world_size]
-        elements = sum(rows * cols for _, (rows, cols) in shapes)
+    routings: dict[str, list[plan_model.Row]] = {}
+    try:
+        if not options.models and options.model is None:
+            raise plan_model.NoModel("give a MODEL, or --model MODULE:FACTORY")
+        planned = [plan_model.named(name) for name in options.models]
+        planned += [plan_model.made_by(options.model)] if options.model is not None else []
+    except plan_model.NoModel as error:
+        tell(f"ds-muon plan: {printable(str(error))}", to=sys.stderr)
+        return COULD_NOT_RUN
+    for model in planned:
+        sizes = options.world_size
+        found = [plan_cost.step_cost(model.shapes, size, settings, rates=rates, pieces=model.pieces) for size in sizes]
+        costs[model.name] = found
+        elements = sum(math.prod(shape) for _, shape in model.shapes)
         tell(
-            f"{model}: {len(shapes)} matrices, {elements / 1e9:.2f}B elements; defaults on a GPU "
+            f"{printable(model.name)}: {found[0].matrices} matrices, {elements / 1e9:.2f}B elements; defaults on a GPU "
             f"({options.tflops:g} TFLOP/s and {options.link:g} GB/s per rank), {backend} backend\n"
         )
-        tell(f"{plan_cost.table(costs[model])}\n")
-    written = write_outputs(options, costs, lambda path: draw_costs(path, costs, options.tflops))
+        if model.routing is not None:
+            routings[model.name] = plan_model.rows(model.routing)
+            lines = [
+                *model.routing.summary(),
+                *model.routing.warnings(),
+                "",
+                plan_model.table(routings[model.name]),
+                "",
+            ]
+            tell("\n".join(lines))
+        tell(f"{plan_cost.table(found, 1e9 * options.bus)}\n")
+    numbers: dict[str, object] = {**costs, **({"routing": routings} if routings else {})}
+    written = write_outputs(options, numbers, lambda path: draw_costs(path, costs, options.tflops))
     return 0 if written else COULD_NOT_RUN

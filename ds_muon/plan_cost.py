@@ -19,28 +19,37 @@ must be 2 % faster for an owner that holds nothing.
 Memory is the most that a rank can have allocated at the same time inside a step, beside its gradients, which AdamW's
 step needs as well: for what travels, and with the batch that Newton-Schulz works in. Beside it stands what Muon saves
 between steps, one of AdamW's two moments. Where the former is less, the peak of a step is not above that of AdamW's.
+
+With CPU offload owners are holders. Its time is that of the bus alone, in the direction that carries more: U and the
+model's weights go up in a step, 6 bytes per element of the partition, while O comes down.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 import torch
 
 from ds_muon.exchange import element_bytes
+from ds_muon.layout import Piece
+from ds_muon.offload import STAGING_BYTES
 from ds_muon.orthogonalize import BACKENDS, WORKSPACE_BYTES, NewtonSchulz
 from ds_muon.plan.owners import RATES, Rates
 from ds_muon.plan.partition import GroupPlan, flat_layout, make_plan
 from ds_muon.text import columns
 
+_WHOLE: Mapping[str, tuple[Piece, ...]] = MappingProxyType({})
+
 FREE = Rates(bytes_per_second=math.inf, exchange_seconds=0.0, least_gain=0.0)
 """As if moving cost nothing: ranks are as even as the matrices allow."""
 
-Shapes = list[tuple[str, tuple[int, int]]]
+Shapes = list[tuple[str, tuple[int, ...]]]
+"""Name and shape of each tensor: a matrix, unless pieces are given that it consists of."""
 
 
 def default_settings() -> NewtonSchulz:
@@ -75,6 +84,31 @@ MODELS: dict[str, Callable[[], Shapes]] = {
 
 
 @dataclass(frozen=True)
+class OffloadCost:
+    """What CPU offload changes for a rank, of Muon's part: momentum in fp32, a model in half precision.
+
+    Attributes:
+        freed: bytes of the accelerator that it frees: fp32 weights and momentum, and in a step the fp32 gradient.
+        host: bytes of the host: the same, and the weights as the model holds them.
+        step_memory: an upper bound of the bytes that a step allocates on the accelerator.
+        bus_bytes: up or down in a step. The gradients, in fp32, have come down before.
+    """
+
+    freed: int
+    host: int
+    step_memory: int
+    bus_bytes: int
+
+    def seconds(self, bytes_per_second: float) -> float:
+        """What the bus needs for what goes up in a step, at this rate in one direction."""
+        return self.bus_bytes * _UP / (_UP + _DOWN) / bytes_per_second
+
+
+# Bytes per element over the bus in a step: U in fp32 and the model's weight, and O.
+_UP, _DOWN = 4 + 2, 2
+
+
+@dataclass(frozen=True)
 class StepCost:
     """Newton-Schulz at one world size.
 
@@ -100,6 +134,7 @@ class StepCost:
         exchange_memory: the most bytes that a rank has allocated in a step for what travels; see ``step_memory``.
         step_memory: the same, with the batch that Newton-Schulz works on.
         saved_memory: bytes that a rank needs less than with AdamW, between steps: one of two fp32 moments.
+        offload: the same step with CPU offload.
     """
 
     world_size: int
@@ -123,6 +158,7 @@ class StepCost:
     exchange_memory: int
     step_memory: int
     saved_memory: int
+    offload: OffloadCost
 
     @property
     def busiest_flops(self) -> float:
@@ -157,23 +193,26 @@ def step_cost(
     *,
     rates: Rates = RATES,
     normuon: bool = False,
+    pieces: Mapping[str, tuple[Piece, ...]] = _WHOLE,
 ) -> StepCost:
     """The cost of one step.
 
     Args:
-        shapes: name and (rows, cols) of each matrix, in the model's order.
+        shapes: of each tensor, in the model's order.
         world_size: ranks, at least 1.
         settings: of the iteration.
         rates: for the times; the owners are the engine's, whatever the rates.
         normuon: whether results travel with NorMuon's factors, in fp32.
+        pieces: which matrices lie where in a tensor, by its name; see ``make_plan``.
     """
     layout = flat_layout([math.prod(shape) for _, shape in shapes], world_size)
     size = element_bytes(settings, normuon=normuon)
     plan, if_free, by_holders = (
-        make_plan([shapes], [layout], world_size, settings.cost, rates=chosen_by, element_bytes=size)
+        make_plan([shapes], [layout], world_size, settings.cost, rates=chosen_by, element_bytes=size, pieces=pieces)
         for chosen_by in (RATES, FREE, None)
     )
     (group,) = plan.groups
+    by_shape = Counter((matrix.rows, matrix.cols) for matrix in group.matrices)
     each_holder = [0.0] * world_size
     for unit in group.units:
         for held in unit.slices:
@@ -181,7 +220,7 @@ def step_cost(
     exchange, with_batch = step_memory(group, settings, normuon=normuon)
     return StepCost(
         world_size=world_size,
-        matrices=len(shapes),
+        matrices=len(group.matrices),
         straddling=len(group.straddlers),
         moved=sum(unit.moved for unit in group.units),
         moved_bytes=plan.moved_elements() * size,
@@ -189,7 +228,7 @@ def step_cost(
         busiest_bytes=max(plan.moved_by_rank()) * size,
         runs=len(group.matrices),
         runs_each_holder=sum(len(unit.slices) * len(unit.matrices) for unit in group.units),
-        flops=sum(settings.cost(*shape) for _, shape in shapes),
+        flops=sum(count * settings.cost(*shape) for shape, count in by_shape.items()),
         loads=plan.loads,
         busiest_flops_if_free=max(if_free.loads),
         busiest_flops_by_holders=max(by_holders.loads),
@@ -201,6 +240,28 @@ def step_cost(
         exchange_memory=max(exchange),
         step_memory=max(with_batch),
         saved_memory=torch.float32.itemsize * group.partition_size,
+        offload=offload_cost(by_holders.groups[0], settings, normuon=normuon),
+    )
+
+
+def offload_cost(plan: GroupPlan, settings: NewtonSchulz, *, normuon: bool = False) -> OffloadCost:
+    """The cost of a step of a param group with CPU offload, for the rank that needs most; see ``step_memory``."""
+    exchange, _ = step_memory(plan, settings, normuon=normuon)
+    backend, size, half = BACKENDS[settings.backend](), plan.partition_size, STAGING_BYTES // 2
+
+    def staged(rows: int, cols: int) -> int:
+        """U of two batches, O of two, and what Newton-Schulz works in."""
+        u = rows * cols * torch.float32.itemsize
+        count = max(1, min(half // u, size * torch.float32.itemsize // u))
+        one = backend.workspace(rows, cols, settings.dtype, settings.iteration(rows, cols).squares)
+        return count * (2 * u + 2 * rows * cols * settings.dtype.itemsize + one)
+
+    shapes = {(matrix.rows, matrix.cols) for unit in plan.units for matrix in unit.matrices}
+    return OffloadCost(
+        freed=3 * torch.float32.itemsize * size,
+        host=(3 * torch.float32.itemsize + 2) * size,
+        step_memory=max(exchange) + max(staged(*shape) for shape in shapes),
+        bus_bytes=(_UP + _DOWN) * size,
     )
 
 
@@ -241,8 +302,13 @@ def step_memory(plan: GroupPlan, settings: NewtonSchulz, *, normuon: bool = Fals
     return exchange, [sum(both) for both in zip(exchange, largest, strict=True)]
 
 
-def table(costs: Sequence[StepCost]) -> str:
-    """Two blocks with one line per world size: what travels and how long a step takes; work and memory of the ranks."""
+def table(costs: Sequence[StepCost], bus: float) -> str:
+    """Three blocks with a line per world size: what travels, and the time of a step; work and memory; CPU offload.
+
+    Args:
+        costs: of one model.
+        bus: bytes per second between host and accelerator, in one direction.
+    """
     moves: list[tuple[str, ...]] = [
         ("", "", "", "exchanged, MB:", "", "step, model, ms:", "", "runs:", "", "work of each holder,"),
         ("ranks", "straddling", "moved", "by all", "busiest", "ours", "by holders", "ours", "each holder", "over ours"),
@@ -250,6 +316,10 @@ def table(costs: Sequence[StepCost]) -> str:
     loads: list[tuple[str, ...]] = [
         ("", "TFLOP of a rank:", "", "", "most over mean:", "", "", "MB in a step:", "", "saved between"),
         ("ranks", "least", "mean", "most", "ours", "if free", "by holders", "exchange", "and a batch", "steps"),
+    ]
+    offloads: list[tuple[str, ...]] = [
+        ("", "with CPU offload, MB of a rank:", "", "", "", "step, bus"),
+        ("ranks", "freed", "on the host", "in a step", "over the bus", "alone, ms"),
     ]
     for cost in costs:
         exchanged = f"{cost.moved_bytes / 1e6:.0f}", f"{cost.busiest_bytes / 1e6:.1f}"
@@ -260,4 +330,8 @@ def table(costs: Sequence[StepCost]) -> str:
         balance = (f"{ratio:.2f}" for ratio in (cost.balance, cost.balance_if_free, cost.balance_by_holders))
         memory = f"{cost.exchange_memory / 1e6:.0f}", f"{cost.step_memory / 1e6:.0f}", f"{cost.saved_memory / 1e6:.1f}"
         loads.append((str(cost.world_size), *work, *balance, *memory))
-    return "\n".join([*columns(moves, 10 * "> "), "", *columns(loads, 10 * "> ")])
+        offload = cost.offload
+        sizes = (f"{n / 1e6:.0f}" for n in (offload.freed, offload.host, offload.step_memory, offload.bus_bytes))
+        offloads.append((str(cost.world_size), *sizes, f"{1e3 * offload.seconds(bus):.1f}"))
+    blocks = columns(moves, 10 * "> "), columns(loads, 10 * "> "), columns(offloads, 6 * "> ")
+    return "\n\n".join("\n".join(block) for block in blocks)

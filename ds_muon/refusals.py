@@ -41,17 +41,17 @@ def may_differ(place: Sequence[str]) -> bool:
     return place[0] in MAY_DIFFER or any(map(_OF_THE_MACHINE.fullmatch, place))
 
 
-def config_refusals(config: Any, mesh_device: Any) -> list[str]:
+def config_refusals(config: Any, sequence_parallel: int) -> list[str]:
     """One line per setting that DSMuon cannot work with: the key, its value, and what to set instead.
 
     Args:
         config: the engine's parsed ``DeepSpeedConfig``.
-        mesh_device: the engine's device mesh, or None.
+        sequence_parallel: ranks that share a sequence on the engine's device mesh; 1 without one.
     """
     zero = config.zero_config
     stage = int(zero.stage)
-    offload = "none" if zero.offload_optimizer is None else zero.offload_optimizer.device
-    offload = getattr(offload, "value", offload)
+    section = zero.offload_optimizer
+    offload = "none" if section is None else getattr(section.device, "value", section.device)
     lines = []
     if stage not in (1, 2):
         lines.append(f"zero_optimization.stage = {stage}: DSMuon works with ZeRO stages 1 and 2; set 1 or 2")
@@ -61,7 +61,6 @@ def config_refusals(config: Any, mesh_device: Any) -> list[str]:
             f"zero_optimization.reduce_scatter = true{absent}: it has computed Muon updates from pieces of a gradient; "
             "set it to false (with use_multi_rank_bucket_allreduce, the default, that moves no more bytes)"
         )
-    sequence_parallel = 1 if mesh_device is None else mesh_device.get_group(mesh_dim="sequence_parallel").size()
     lines += [
         f"{key} = {value}: {instead}"
         for key, value, refused, instead in (
@@ -74,8 +73,20 @@ def config_refusals(config: Any, mesh_device: Any) -> list[str]:
             (
                 "zero_optimization.offload_optimizer.device",
                 offload,
-                offload != "none",
-                "the optimizer must stay on the accelerator in this version; remove offload_optimizer",
+                offload not in ("none", "cpu"),
+                'its state may be on the accelerator or on the host; set "cpu", or remove offload_optimizer',
+            ),
+            (
+                "zero_optimization.offload_optimizer.super_offload",
+                "true",
+                offload == "cpu" and section.super_offload,
+                "it replaces the optimizer of ZeRO-3; remove super_offload",
+            ),
+            (
+                "zero_optimization.compute_grad_norm",
+                "false",
+                offload == "cpu" and not zero.compute_grad_norm,
+                "DeepSpeed does not take it with offload_optimizer; remove one of the two",
             ),
             (
                 "zero_optimization.zenflow",

@@ -49,7 +49,7 @@ from ds_muon.shards import SAVE, Save
 from ds_muon.universal import LATEST, FoundUniversal, check_universal_before_loading, is_universal, loading_by_name
 from ds_muon.zero import MuonZeroOptimizer
 
-_REFUSED = "DSMuon refuses this setup:"
+_REFUSED = "DSMuon refuses this setup (ds-muon doctor --config FILE --fix OUT mends configs):"
 _roll_call = RollCall()
 
 # What this package binds to: methods of the engine and of the ZeRO optimizer, attributes that the latter's constructor
@@ -85,6 +85,18 @@ _ZERO_METHODS = (
     "finalize_gradient_accumulation_boundary",
     "get_param_id",
     "get_gradient_for_reduction",
+    "get_grad_position",
+    "copy_grads_in_partition",
+    "clear_grad_attribute",
+    "independent_gradient_partition_epilogue",
+    "is_gradient_accumulation_boundary",
+    "set_gradient_accumulation_boundary",
+    "_get_param_group_idx",
+    "_use_compact_grad_partition_buffer",
+    "_get_compact_grad_partition_buffer",
+    "_record_gradient_stream",
+    "_record_offload_copy",
+    "_wait_for_offload_copies",
     "_update_scale",
     "update_lp_params",
     "state_dict",
@@ -92,6 +104,7 @@ _ZERO_METHODS = (
     "_load_global_state",
     "_link_all_hp_params",
     "_restore_from_bit16_weights",
+    "offload_states",
     "reload_states",
     "_lazy_init_hp_params_optimizer_state",
     "loss_scale",
@@ -109,6 +122,18 @@ _ZERO_ATTRIBUTES = (
     "round_robin_bit16_groups",
     "round_robin_bit16_meta",
     "round_robin_bit16_offsets",
+    "cpu_offload",
+    "cpu_offload_pin_memory",
+    "params_in_partition",
+    "param_buffer_of_bit16_for_cpu_offload_groups",
+    "parallel_partitioned_bit16_groups",
+    "nccl_start_alignment_factor",
+    "allgather_bucket_size",
+    "grad_position",
+    "gradient_accumulation_dtype",
+    "temp_grad_buffer_for_cpu_offload",
+    "temp_grad_buffer_for_gpu_offload",
+    "_pending_offload_events",
     "offloaded_states",
     "partition_size",
     "real_dp_process_group",
@@ -134,6 +159,7 @@ _MODULE_NAMES = (
         (
             "DeepSpeedZeroOptimizer",
             "version",
+            "all_gather_dp_groups",
             "INITIAL_MICRO_STEP_ID",
             "OPTIMIZER_TIMERS",
             "OPTIMIZER_GRADIENTS_TIMER",
@@ -569,7 +595,9 @@ def _read(engine: Any, model: nn.Module) -> _Prepared:
             )
         )
     of_model = model_refusals(model, engine.mpu)
-    if refusals := config_refusals(engine._config, engine.mesh_device) + of_model:
+    mesh = engine.mesh_device
+    sequence_parallel = 1 if mesh is None else mesh.get_group(mesh_dim="sequence_parallel").size()
+    if refusals := config_refusals(engine._config, sequence_parallel) + of_model:
         problems.append(DSMuonRefusal("\n".join([_REFUSED, *refusals])))
     params = {} if engine.optimizer_params() is None else engine.optimizer_params()
     config, lines = DSMuonConfig.read(params)

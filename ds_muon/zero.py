@@ -8,6 +8,9 @@ The host waits for the device once, in ``decide``: for the norms of the gradient
 byte that says whether all updates are finite. The phases before are queued without knowing the outcome. With
 ``nan_guard`` "off", ``commit`` is queued while Newton-Schulz still runs.
 
+With CPU offload the partitions are on the host, which then waits more often: for the gradients to come down, for the
+measures of all ranks before the momentum moves, and for every batch of O.
+
 What surrounds a step is in ``zero_base``: gradients as the reduction leaves them, the model's weights, checkpoints.
 
 The files of a step, in reading order: this one; ``guard`` (measure, decide); ``optimizer`` (momentum, commit);
@@ -23,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from torch import Tensor
 
@@ -32,9 +36,11 @@ from ds_muon.exchange import element_bytes
 from ds_muon.guard import Findings, StepGuard, Verdict
 from ds_muon.layout import outputs
 from ds_muon.muon_group import MuonGroup, in_turns
+from ds_muon.offload import Ferry
 from ds_muon.optimizer import LARGEST_IN_LIST, DSMuon
 from ds_muon.orthogonalize import release
 from ds_muon.passes import sum_of_squares
+from ds_muon.plan.owners import RATES
 from ds_muon.plan.partition import Plan, flat_layout, make_plan
 from ds_muon.ranges import profiled
 from ds_muon.refusals import SUPPORTED_DEEPSPEED, DSMuonRefusal, nothing_to_step_on, step_refusal
@@ -59,7 +65,7 @@ class MuonZeroOptimizer(MuonZeroBase):
     def __init__(self, init_optimizer: DSMuon, param_names: dict[Tensor, str], *args: Any, **kwargs: Any) -> None:
         super().__init__(init_optimizer, param_names, *args, **kwargs)
         config = init_optimizer.config
-        self.newton_schulz = config.newton_schulz(torch.device(self.device))
+        self.newton_schulz = config.newton_schulz(self.accelerator)
         self.steps = 0
         self._rank = dist.get_rank(self.dp_process_group)
         self._capture = NanCapture(self._rank)
@@ -68,6 +74,7 @@ class MuonZeroOptimizer(MuonZeroBase):
         self.guard = StepGuard(*rules, self._capture, self.dp_process_group)
         self.skips = Skips(*rules, groups, self._capture, self.dp_process_group)
         self.plan = self._make_plan()
+        ferry = Ferry(self.accelerator, pinned=self.cpu_offload_pin_memory) if self.cpu_offload else None
         self.muon_groups = [
             MuonGroup(
                 group,
@@ -78,6 +85,7 @@ class MuonZeroOptimizer(MuonZeroBase):
                 adjust_lr_fn=config.adjust_lr_fn,
                 beta2=config.beta2 if config.variant == "normuon" else None,
                 capture=self._capture,
+                ferry=ferry,
             )
             for i, group in enumerate(self.plan.groups)
         ]
@@ -87,11 +95,18 @@ class MuonZeroOptimizer(MuonZeroBase):
 
     # ---- construction -------------------------------------------------------------------------------------------
 
+    @property
+    def accelerator(self) -> torch.device:
+        """Where the model is and Newton-Schulz runs. With CPU offload, partitions are on ``device``, the host."""
+        return torch.device(get_accelerator().current_device_name())
+
     def initialize_optimizer_states(self) -> None:
+        if self.cpu_offload:
+            super().initialize_optimizer_states()  # makes the gradients' place on the host
         muon = [i for i, group in enumerate(self.optimizer.param_groups) if group["use_muon"]]
         stored, pieces = self.optimizer.routing.layouts(), self.optimizer.routing.pieces()
         self.optimizer.init_state(
-            [sum(outputs(pieces[name], stored[name]) for name, _ in self._shapes(i)) for i in muon]
+            [sum(outputs(pieces[name], stored[name]) for name, _ in self._shapes(i)) for i in muon], self.accelerator
         )
 
     def destroy(self) -> None:
@@ -129,6 +144,8 @@ class MuonZeroOptimizer(MuonZeroBase):
             layouts,
             world_size,
             self.newton_schulz.cost,
+            # With CPU offload a matrix would travel over the bus as well, and take memory of the accelerator.
+            rates=None if self.cpu_offload else RATES,
             element_bytes=element_bytes(self.newton_schulz, normuon=normuon),
             stored=self.optimizer.routing.layouts(),
             pieces=self.optimizer.routing.pieces(),
@@ -182,14 +199,19 @@ class MuonZeroOptimizer(MuonZeroBase):
     def take_gradients(self) -> list[Tensor]:
         """The averaged, unscaled gradients: (partition_size,) fp32 for each param group, free to be overwritten.
 
-        Releases DeepSpeed's own gradient buffers.
+        Releases DeepSpeed's own gradient buffers. With CPU offload the gradients are on the host, and the host waits
+        until the last have come.
         """
+        self._wait_for_offload_copies()
+        self._arrived.clear()
         return [self._take_gradient(i) for i in range(len(self.bit16_groups))]
 
     def _take_gradient(self, group_index: int) -> Tensor:
         fragments = self.averaged_gradients[group_index]
         gradient = getattr(fragments, "flat_partition", None)
-        if gradient is None:
+        if self.cpu_offload:
+            gradient = self.gradient_on_host(group_index)
+        elif gradient is None:
             gradient = torch.empty(self.partition_size[group_index], dtype=torch.float32, device=self.device)
             pieces = [fragment.reshape(-1) for fragment in fragments]
             if gradient.numel() > LARGEST_IN_LIST:
@@ -211,8 +233,9 @@ class MuonZeroOptimizer(MuonZeroBase):
             refuse: whether this rank refuses the step.
         """
         of_muon, of_adamw = gradients[: len(self.muon_groups)], gradients[len(self.muon_groups) :]
-        by_matrix = [group.squares(gradient) for group, gradient in zip(self.muon_groups, of_muon, strict=True)]
-        return self.guard.measure(by_matrix, [sum_of_squares(gradient) for gradient in of_adamw], refuse)
+        there = self.accelerator  # where ranks communicate
+        by_matrix = [group.squares(g).to(there) for group, g in zip(self.muon_groups, of_muon, strict=True)]
+        return self.guard.measure(by_matrix, [sum_of_squares(g).to(there) for g in of_adamw], refuse)
 
     @profiled("stage")
     def stage(self, gradients: Sequence[Tensor], verdict: Verdict) -> None:
@@ -223,7 +246,7 @@ class MuonZeroOptimizer(MuonZeroBase):
 
     def _updates(self, i: int, gradient: Tensor, moves: Tensor) -> Iterator[None]:
         group = self.muon_groups[i]
-        self.optimizer.advance_momentum_(i, gradient, group.where(gradient, moves))
+        self.optimizer.advance_momentum_(i, gradient, group.where(gradient, moves.to(gradient.device)))
         yield from group.updates(gradient, self.optimizer.row_variance(i), moves)
 
     @profiled("decide")
@@ -243,8 +266,9 @@ class MuonZeroOptimizer(MuonZeroBase):
         for flat, gradient in zip(self.single_partition_of_fp32_groups, gradients, strict=True):
             flat.grad = gradient
         self.optimizer.step()
-        for flat in self.single_partition_of_fp32_groups:
-            flat.grad = None
+        if not self.cpu_offload:  # else it is the place for the next step's
+            for flat in self.single_partition_of_fp32_groups:
+                flat.grad = None
         for i, group in enumerate(self.muon_groups):
             group.commit(self.optimizer.row_variance(i))
 

@@ -16,9 +16,10 @@ from ds_muon.optimizer import CUT_STATE
 from ds_muon.progress import Progress
 from ds_muon.refusals import NO_GRADIENTS, DSMuonRefusal
 from ds_muon.shards import LAYOUT, SHARD, Save, description, layout
+from ds_muon.zero_offload import OffloadZero
 
 
-class MuonZeroBase(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
+class MuonZeroBase(OffloadZero):
     """``DeepSpeedZeroOptimizer`` whose own Muon never runs, and whose state loads at any number of ranks.
 
     Attributes:
@@ -150,6 +151,7 @@ class MuonZeroBase(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
             found: from ``check_before_loading``.
             from_fp32_weights: whether to load the fp32 weights; else they are made from the weights that the model has.
         """
+        self._wait_for_offload_copies()
         same_dtype = found.is_of_dtype(self.bit16_groups_flat[0].dtype)
         scaler = (LOSS_SCALER, "dynamic_loss_scale")
         self._load_global_state({k: v for k, v in found.whole.items() if same_dtype or k not in scaler})

@@ -38,11 +38,20 @@ def _of_segment(where, table, labels, segment, offsets):
     if table is None:
         flags = tl.load(where + segment) & (offsets >= 0)
     else:
-        shift = tl.load(table + 4 * segment)
-        inner = tl.load(table + 4 * segment + 1)
-        side = tl.load(table + 4 * segment + 2)
+        side = tl.load(table + 4 * segment + 2).to(tl.int32)
         first = tl.load(table + 4 * segment + 3)
-        flags = tl.load(where + tl.load(labels + first + tl.maximum(offsets + shift, 0) // inner % side))
+        if side == 1:
+            flags = tl.load(where + tl.load(labels + first)) & (offsets >= 0)
+        else:
+            # Divisions of every element are dear in 64 bits: of the first one alone, and of the rest in 32.
+            block = tl.program_id(0).to(tl.int64) * offsets.shape[0]
+            begin = block + tl.load(table + 4 * segment)
+            inner = tl.load(table + 4 * segment + 1)
+            start = tl.maximum(begin, 0)
+            row = (start // inner % side).to(tl.int32)
+            ahead = (offsets - block + tl.minimum(begin, 0)).to(tl.int32)
+            within = (start % inner).to(tl.int32) + tl.maximum(ahead, 0)
+            flags = tl.load(where + tl.load(labels + first + (row + within // inner.to(tl.int32)) % side))
     return flags
 
 

@@ -66,6 +66,11 @@ def choose_backend(ns_backend: str, device: torch.device, dtype: torch.dtype) ->
     return ns_backend
 
 
+def why_torch(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why ``"auto"`` is torch there; None where it is Triton. Raises what ``_trial`` raises."""
+    return _why_not_tried(device, dtype) or problem("triton", device, dtype)
+
+
 def problem(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why a backend cannot run in ``dtype`` on a device; None if it can. Raises what ``_trial`` raises."""
     if name not in BACKENDS:

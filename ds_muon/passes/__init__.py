@@ -17,7 +17,7 @@ from torch import Tensor
 from ds_muon.kernels.available import why_not
 from ds_muon.passes import torch_passes
 from ds_muon.passes.segments import Held, Segments, Where
-from ds_muon.passes.torch_passes import rows_of
+from ds_muon.passes.torch_passes import chunk_on, rows_of
 from ds_muon.say import log
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "Where",
     "advance_momentum_",
     "apply_update_",
+    "chunk_on",
     "rows_of",
     "store_updates",
     "sum_of_squares",

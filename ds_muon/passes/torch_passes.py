@@ -12,6 +12,13 @@ from ds_muon.passes.segments import Segments, Where
 
 # Elements that a pass works on at a time. Bounds temporaries: in fp32 to 64 MiB, in fp64 or of indices to 128 MiB.
 _CHUNK = 1 << 24
+# The same on a CPU, whose caches then hold what the operations of a pass hand on.
+_CHUNK_OF_CPU = 1 << 20
+
+
+def chunk_on(device: torch.device) -> int:
+    """Elements that a pass works on at a time."""
+    return min(_CHUNK, _CHUNK_OF_CPU) if device.type == "cpu" else _CHUNK
 
 
 def advance_momentum_(
@@ -36,13 +43,14 @@ def advance_momentum_(
         where: bool scalar on the same device, or one flag for each matrix of flat tensors; None stands for true. False
             leaves the momentum as it is and makes U exactly zero, whatever the gradient holds. The host does not wait.
     """
-    pieces = (torch.split(tensor.view(-1), _CHUNK) for tensor in (gradient, momentum_buffer))
+    size = chunk_on(gradient.device)
+    pieces = (torch.split(tensor.view(-1), size) for tensor in (gradient, momentum_buffer))
     for index, (g, m) in enumerate(zip(*pieces, strict=True)):
         before = m.to(torch.float32)
         step = g - before
         # From the nearer end, as torch.lerp does. Else a large M, of which little stays, would cost digits of G.
         average = g - step.mul_(momentum) if momentum < 0.5 else step.mul_(1 - momentum).add_(before)
-        moves = _flags(where, index, g)
+        moves = _flags(where, index * size, g)
         if moves is None:
             m.copy_(average)
         else:
@@ -92,14 +100,16 @@ def apply_update_(
         weight_decay: decoupled. With 0, W is not multiplied at all.
         where: one flag for each matrix of flat tensors. Matrices with false do not decay; their update must be zero.
     """
-    if weight_decay != 0:
-        for index, w in enumerate(torch.split(weight.view(-1), _CHUNK)):
-            decays = _flags(where, index, w)
+    size = chunk_on(weight.device)
+    pieces = (torch.split(tensor.view(-1), size) for tensor in (weight, update))
+    for index, (w, u) in enumerate(zip(*pieces, strict=True)):
+        if weight_decay != 0:
+            decays = _flags(where, index * size, w)
             if decays is None:
                 w.mul_(1 - lr * weight_decay)
             else:
                 torch.where(decays, w * (1 - lr * weight_decay), w, out=w)
-    weight.sub_(update.mul_(lr))
+        w.sub_(u.mul_(lr))
 
 
 def sum_of_squares(x: Tensor, segments: Segments | None = None) -> Tensor:
@@ -169,13 +179,14 @@ def rows_of(part: Tensor, cols: int, start: int) -> list[tuple[Tensor, int, int]
 
 def _sum(x: Tensor) -> Tensor:
     # In chunks, because torch makes an fp64 copy of what it sums.
-    norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in torch.split(x, _CHUNK)]
+    norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in torch.split(x, chunk_on(x.device))]
     return torch.stack(norms).square_().sum()
 
 
-def _flags(where: Tensor | Where | None, index: int, chunk: Tensor) -> Tensor | None:
-    """The flags of the chunk of this index: a scalar, or one for each element. None stands for true."""
+def _flags(where: Tensor | Where | None, start: int, chunk: Tensor) -> Tensor | None:
+    """The flags of the chunk from this element on: a scalar, or one for each element. None stands for true."""
     if not isinstance(where, Where):
         return where
-    start = index * _CHUNK
+    if chunk.device.type == "cpu" and where.flags.all():  # on a GPU the host would wait
+        return None
     return where.of_elements(start, start + chunk.numel()) if len(where.segments) else None

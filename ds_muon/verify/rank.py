@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
-import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +14,10 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.utils import logger
 
-from ds_muon.config import OPTIMIZER_TYPE, DSMuonConfig
+from ds_muon import ds_config
+from ds_muon.config import DSMuonConfig
 from ds_muon.ranks import say_progress
-from ds_muon.refusals import config_refusals
 from ds_muon.say import printable
 from ds_muon.verify.check import UpdateCheck
 from ds_muon.verify.engine_view import CannotVerify
@@ -71,30 +67,22 @@ def read_config(path: Path | None) -> dict[str, Any]:
     """
     if path is None:
         return copy.deepcopy(DEFAULT_CONFIG)
-    where = f"--config {printable(str(path))}"
     try:
-        config = json.loads(path.read_text())
-        problems = _problems(config) if isinstance(config, dict) else []
-    except OSError as error:
-        raise CannotVerify(f"{where}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise CannotVerify(f"{where} is not valid JSON: {error}") from None
-    except RecursionError:
-        raise CannotVerify(f"{where} is nested too deep: no setting of DeepSpeed is") from None
-    if not isinstance(config, dict):
-        raise CannotVerify(f"{where} holds a {type(config).__name__}: it must be a JSON object")
-    if problems:
+        _, config = ds_config.read(path)
+    except ds_config.NotAConfig as error:
+        raise CannotVerify(str(error)) from None
+    if problems := _problems(config):
+        where = f"--config {printable(str(path))}"
         raise CannotVerify(f"{where}: {problems[0]}" if len(problems) == 1 else "\n".join([f"{where}:", *problems]))
     return config
 
 
 def _problems(config: dict[str, Any]) -> list[str]:
     """One line for each thing that is wrong whatever the ranks and the model are."""
-    kind = _type_of(config)
-    is_ours = kind is not None and kind.lower() == OPTIMIZER_TYPE.lower()
-    filled = copy.deepcopy(config)
-    blanks = list(_take_blanks(filled))
-    if is_ours or kind is None:  # DSMuon has an "auto" that is a choice, and says itself which is not
+    kind = ds_config.optimizer_name(config)
+    places = list(ds_config.autos(config))
+    blanks = [".".join(place) for place in places]
+    if ds_config.is_ours(kind) or kind is None:  # DSMuon has an "auto" that is a choice, and says itself which is not
         blanks = [key for key in blanks if not key.startswith("optimizer.params.")]
     problems = []
     if blanks:
@@ -102,41 +90,12 @@ def _problems(config: dict[str, Any]) -> list[str]:
             f'{", ".join(map(printable, blanks))} {"is" if len(blanks) == 1 else "are"} "auto", a blank that a '
             "trainer fills in: write down what it would fill in, or leave the key out"
         )
-    if is_ours:
-        problems += _refusals(filled)
+    if ds_config.is_ours(kind):
+        with suppress(Exception):  # DeepSpeed cannot read it: it says so itself, on the ranks
+            problems += ds_config.refusals(ds_config.changed(config, dict.fromkeys(places, ds_config.ABSENT)))
         params = config["optimizer"].get("params")
         problems += DSMuonConfig.read({} if params is None else params)[1]
     return problems
-
-
-def _take_blanks(section: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Remove every value "auto" and yield its key."""
-    for key, value in list(section.items()):
-        if value == "auto":
-            del section[key]
-            yield prefix + key
-        elif isinstance(value, dict):
-            yield from _take_blanks(value, f"{prefix}{key}.")
-
-
-def _refusals(config: dict[str, Any]) -> list[str]:
-    """What DSMuon refuses of a config. Nothing where DeepSpeed cannot read it: it says so itself, on the ranks."""
-    of_ranks = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    rest = {key: value for key, value in config.items() if key not in of_ranks}
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        return config_refusals(DeepSpeedConfig({**rest, of_ranks[1]: 1}), None)
-    except Exception:
-        return []
-    finally:
-        logger.setLevel(level)
-
-
-def _type_of(config: dict[str, Any]) -> str | None:
-    section = config.get("optimizer")
-    kind = section.get("type") if isinstance(section, dict) else None
-    return kind if isinstance(kind, str) else None
 
 
 def optimizer_type(config: dict[str, Any]) -> str:
@@ -145,7 +104,7 @@ def optimizer_type(config: dict[str, Any]) -> str:
     Raises:
         CannotVerify: there is none.
     """
-    kind = _type_of(config)
+    kind = ds_config.optimizer_name(config)
     if kind is None:
         raise CannotVerify('the config has no optimizer.type: set it to "DSMuon" (or to "Muon", DeepSpeed\'s own)')
     return kind

@@ -29,7 +29,10 @@ OPTIONS_OF_OTHERS = {
     *("--num_accelerators", "--local_rank", "--nproc-per-node", "--module", "--allow-run-as-root"),
     "--inject_missing_state",
 }
-KEYS_OF_DEEPSPEED = {"type", "reduce_scatter", "gradient_clipping", "overlap_comm", "grad_accum_dtype"}
+KEYS_OF_DEEPSPEED = {
+    *("type", "reduce_scatter", "gradient_clipping", "overlap_comm", "grad_accum_dtype"),
+    *("compute_grad_norm", "device", "pin_memory"),
+}
 
 
 def page(name: str) -> Path:
@@ -192,6 +195,8 @@ def test_options_that_are_named_exist(capsys: pytest.CaptureFixture[str]) -> Non
         ["verify"],
         ["replay"],
         ["plan"],
+        ["doctor"],
+        ["config"],
         ["to-universal"],
         ["migrate"],
         ["bench", "step"],

@@ -15,11 +15,32 @@ MODULES = {
     for path in sorted((ROOT / "ds_muon").rglob("*.py"))
 }
 INSTRUMENTS = (
-    *("verify", "bench", "sample", "plan_cost", "plan_command", "replay", "cli", "ranks", "leash", "options"),
-    *("ordinary", "convert", "to_universal", "migrate"),
+    *(
+        "verify",
+        "bench",
+        "sample",
+        "plan_cost",
+        "plan_command",
+        "plan_model",
+        "replay",
+        "cli",
+        "ranks",
+        "leash",
+        "options",
+    ),
+    *("ordinary", "convert", "to_universal", "migrate", "doctor", "ds_config", "config_command"),
 )
 # What may know DeepSpeed, beside the instruments.
-BOUND_TO_DEEPSPEED = {"registration", "schedulers", "zero", "zero_base", "checkpoint", "shards", "saving"}
+BOUND_TO_DEEPSPEED = {
+    "registration",
+    "schedulers",
+    "zero",
+    "zero_base",
+    "zero_offload",
+    "checkpoint",
+    "shards",
+    "saving",
+}
 # The one arrow from the engine to an instrument: taken only in a run that asks to be checked.
 ON_REQUEST = ("ds_muon.registration", "ds_muon.verify.in_training")
 

@@ -91,7 +91,7 @@ def test_the_table_has_times_at_the_given_rates() -> None:
         step_cost(MODELS["gpt-1.2b"](), 64, SETTINGS), seconds=0, seconds_by_holders=0
     )
     assert cost.seconds >= max(cost.busiest_flops / 100e12, cost.busiest_bytes / 10e9)
-    line, ranks = (block.splitlines()[-1].split() for block in table([cost]).split("\n\n"))
+    line, ranks, _ = (block.splitlines()[-1].split() for block in table([cost], 50e9).split("\n\n"))
     assert [int(text) for text in line[:3]] == [64, cost.straddling, cost.moved]
     assert [float(text) for text in line[5:7]] == pytest.approx(
         [1e3 * cost.seconds, 1e3 * cost.seconds_by_holders], abs=0.01
@@ -146,6 +146,22 @@ def test_if_moving_is_free_ranks_are_as_even_as_the_matrices_allow(model: str, w
         large, square = sorted(set(costs), reverse=True)[:2]
         allowed = 3 * large + square
     assert step_cost(MODELS[model](), world_size, SETTINGS).busiest_flops_if_free <= allowed
+
+
+def test_offload_frees_what_it_puts_on_the_host_and_a_step_needs_no_more_for_a_longer_model() -> None:
+    shallow, deep = (step_cost(gpt(layers, 2048), 1, SETTINGS) for layers in (12, 48))
+    elements = sum(rows * cols for _, (rows, cols) in gpt(48, 2048))
+    assert deep.offload.freed == 12 * elements and deep.offload.host == 14 * elements
+    assert deep.offload.step_memory == shallow.offload.step_memory < deep.offload.freed / 4
+    # U and the model's weights up, O down: the bus carries both ways at once.
+    assert deep.offload.bus_bytes == 8 * elements and deep.offload.seconds(50e9) == 6 * elements / 50e9
+    (*_, line) = table([deep], 50e9).splitlines()
+    ranks, freed, host, staged, moved, ms = (float(text) for text in line.split())
+    assert [ranks, freed, host, staged, moved] == [
+        1,
+        *(round(1e-6 * n) for n in (12 * elements, 14 * elements, deep.offload.step_memory, 8 * elements)),
+    ]
+    assert ms == pytest.approx(6e3 * elements / 50e9, abs=0.05)
 
 
 def engines_plan(model: str, world_size: int) -> Plan:
@@ -232,7 +248,6 @@ def test_what_could_not_be_written_is_told_at_the_end(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["no-model"],
         ["gpt-124m", "--world-size", "0"],
         ["gpt-124m", "--tflops", "-1"],
     ],

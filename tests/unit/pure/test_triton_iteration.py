@@ -83,7 +83,7 @@ def test_an_iteration_does_not_depend_on_the_batch(form: str, dtype: torch.dtype
 
 
 def by_triton(dtype: torch.dtype, method: str = "gram", table: str = "quintic") -> NewtonSchulz:
-    return NewtonSchulz(schedule(table, 5), method, dtype, 1e-15, "triton")
+    return NewtonSchulz(schedule(table), method, dtype, 1e-15, "triton")
 
 
 @in_turns(method=["gram", "standard"], dtype=DTYPES[::-1])

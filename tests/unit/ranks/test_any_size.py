@@ -61,8 +61,9 @@ def by_name(engine: Any) -> dict[str, Any]:
         group, state = zero.optimizer.param_groups[i], zero.optimizer.state[flat]
         tensors = {"weight": flat.detach(), **{key: t for key, t in state.items() if t.shape == flat.shape}}
         for key, tensor in tensors.items():
-            cuts = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size())]
-            torch.distributed.all_gather(cuts, tensor)
+            here = tensor.to(engine.device)
+            cuts = [torch.empty_like(here) for _ in range(torch.distributed.get_world_size())]
+            torch.distributed.all_gather(cuts, here)
             joined = torch.cat(cuts).cpu()
             for p, offset in zip(zero.round_robin_bit16_groups[i], zero.round_robin_bit16_offsets[i], strict=True):
                 values = joined[offset : offset + p.numel()].view(p.shape).clone()

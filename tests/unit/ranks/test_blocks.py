@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_muon import muon_update
 from ds_muon.verify import UpdateCheck, UpdateRecord
@@ -171,3 +171,42 @@ def test_a_wrong_split_and_faults_of_single_blocks_are_found(fault: str) -> None
         assert found(fault, records), {r.diagnosis for r in records}
         wrong = {record.name for record in records if not record.ok}
         assert any("[" in name for name in wrong) and (fault != "unsplit" or "p6" not in wrong)
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.linear = nn.Conv2d(6, 14, (3, 2)), nn.Linear(10, 12)
+
+    def forward(self, gradients: list[Tensor]) -> Tensor:
+        return torch.stack([(p * g).sum() for p, g in zip(self.parameters(), gradients, strict=True)]).sum()
+
+
+def train_convolution(config: dict[str, Any]) -> dict[str, Tensor]:
+    engine = start(Convolution(), config)
+    for step in range(3):
+        train_step(engine, exact_gradients([p.shape for p in engine.module.parameters()], step, engine.device))
+    found = full_weights(engine)
+    engine.destroy()
+    return found
+
+
+def test_a_convolution_moves_as_the_matrix_of_its_kernels() -> None:
+    config = ds_config({"muon_params": ["conv.weight"], "muon_blocks": {"conv.weight": {"split": 2}}})
+    (one,) = run_ranks(1, train_convolution, config)
+    two, _ = run_ranks(2, train_convolution, config)
+    assert_equal(two, one)
+    (moved,) = run_ranks(1, convolution_by_muon_update)
+    assert torch.equal(one["conv.weight"], moved)
+
+
+def convolution_by_muon_update() -> Tensor:
+    model, device = Convolution(), torch.device(get_accelerator().current_device_name())
+    weight = model.conv.weight.detach().to(device)
+    halves = [(half.reshape(7, 36), torch.zeros(7, 36, device=device)) for half in weight.chunk(2)]
+    for step in range(3):
+        gradient = exact_gradients([p.shape for p in model.parameters()], step, device)[0]
+        for (half, buffer), of_half in zip(halves, gradient.chunk(2), strict=True):
+            half.sub_(muon_update(of_half.reshape(7, 36), buffer).mul_(0.02))
+    return weight.cpu()

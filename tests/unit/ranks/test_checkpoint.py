@@ -362,12 +362,3 @@ def test_groups_of_an_older_torch_load_and_state_dicts_are_refused() -> None:
 
 def test_a_checkpoint_of_the_same_routing_loads(tmp_path: Path) -> None:
     run_ranks(2, save_then_load, ds_config(), ds_config({"lr": 0.1}), str(tmp_path))
-
-
-def test_the_fp32_weights_can_be_extracted_by_deepspeeds_script(tmp_path: Path) -> None:
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    config = ds_config(dtype="bfloat16")
-    weights = run_ranks(2, train_block, config, 0, 2, None, str(tmp_path))[0]["weights"]
-    extracted = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
-    assert_same({name: extracted[name] for name in weights}, weights)

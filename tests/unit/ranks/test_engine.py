@@ -6,12 +6,11 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 
-from ds_muon.verify import UpdateCheck, UpdateRecord
+from ds_muon.verify import UpdateRecord
 from tests.unit.support.cases import in_turns
 from tests.unit.support.checked import assert_right, check_block, check_prescribed
-from tests.unit.support.models import Block, PrescribedGradients, ds_config, sequence_parallel, start, train_step
+from tests.unit.support.models import PrescribedGradients, ds_config, sequence_parallel, start
 from tests.unit.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -120,35 +119,6 @@ def test_iterating_in_half_precision_stays_within_its_tolerance(method: str, ns_
 def test_bf16_momentum_stays_within_bf16_of_the_reference() -> None:
     records = run_ranks(2, check_block, ds_config({"momentum_dtype": "bfloat16"}), 3)[0]
     assert_right([[r for r in step if r.half == "muon"] for step in records], 0.06)
-
-
-def test_gradient_checkpointing_moves_the_momentum_once() -> None:
-    ranks = run_ranks(2, check_checkpointed, ds_config({"lr": 0.5, "adam_lr": 0.05}), 3)
-    assert_right(ranks[0])
-
-
-class Checkpointed(Block):
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        from torch.utils.checkpoint import checkpoint
-
-        h = self.norm(self.embedding(tokens))
-        h = h + checkpoint(self.square, h, use_reentrant=True)
-        h = h + checkpoint(lambda x: self.wide(torch.relu(self.tall(x))), h, use_reentrant=True)
-        return torch.nn.functional.cross_entropy(self.lm_head(h).flatten(0, 1), targets.flatten())
-
-
-def check_checkpointed(config: dict[str, Any], steps: int) -> list[list[UpdateRecord]]:
-    torch.manual_seed(0)
-    engine = start(Checkpointed(), config)
-    check = UpdateCheck(engine)
-    records = []
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(10 * step + torch.distributed.get_rank())
-        tokens, targets = torch.randint(0, 40, (2, 4, 32), generator=generator).to(engine.device)
-        train_step(engine, tokens, targets)
-        records.append(check.after_step())
-    engine.destroy()
-    return records
 
 
 def test_sequence_parallel_ranks_sum_their_gradients() -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ds_muon import muon_update, passes
-from ds_muon.layout import Piece
+from ds_muon.layout import Piece, Strip
 from ds_muon.passes import Held, Segments, Where, torch_passes
 from tests.unit.support.cases import in_turns, pairwise, some
 from tests.unit.support.interpreter import GPU, defining_kernels
@@ -190,6 +190,61 @@ def test_every_segment_moves_or_stays_by_its_own_flag(
             module.apply_update_(found_w.view, update.clone(), lr=0.02, weight_decay=0.1, where=where)
             assert same_bits(found_u.view, u) and same_bits(found_m.view, m) and same_bits(found_w.view, w)
             assert found_u.is_intact() and found_m.is_intact() and found_w.is_intact()
+
+
+COLUMNS = (Strip(0, 6), Strip(6, 2), Strip(8, 10))
+TURNS = tuple(Strip(first, 1, 4, 8) for first in range(4))
+# What lies in a flat tensor of 5000: part of a piece, from an element of it on. The first begins behind a gap.
+PARTS: dict[str, list[Held]] = {
+    "columns": [
+        Held(Piece((), 0, 90, 18, COLUMNS), 7, 5, 1200),
+        Held(Piece((), 0, 1, 70), 0, 1205, 70),
+        Held(Piece((), 0, 200, 18, COLUMNS), 0, 1275, 3600),
+    ],
+    "rows": [
+        Held(Piece((), 0, 32, 50, TURNS, 0), 170, 0, 1430),
+        Held(Piece((), 0, 1, 900), 0, 1500, 900),
+        Held(Piece((), 0, 32, 70, TURNS, 0), 0, 2400, 2239),
+    ],
+}
+
+
+def matrices_of(held: list[Held]) -> Tensor:
+    """For each element of a flat tensor of 5000 the number of its matrix; -1 in gaps."""
+    found, count = torch.full((5000,), -1), 0
+    for part in held:
+        piece = part.piece
+        labels = torch.tensor(piece.labels()).repeat(piece.rows) if piece.strips and piece.axis else None
+        labels = torch.tensor(piece.labels()).repeat_interleave(piece.cols) if piece.axis == 0 else labels
+        of_piece = torch.zeros(piece.numel, dtype=torch.int64) if labels is None else labels
+        found[part.offset : part.offset + part.numel] = count + of_piece[part.start : part.start + part.numel]
+        count += len(piece.strips) or 1
+    return found.to(DEVICE)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_strips_move_or_stay_by_their_own_flags_and_are_summed_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = PARTS[name]
+    segments, matrix = Segments.of(held, 5000, DEVICE), matrices_of(held)
+    count = int(matrix.max()) + 1
+    flags = torch.arange(count, device=DEVICE) % 2 == 0
+    stays = (matrix >= 0) & ~flags[matrix.clamp(min=0)]
+    x, buffer = numbers(5000), numbers(5000, seed=1)
+    x[matrix < 0] = 0
+    moved_u, moved_m = x.clone(), buffer.clone()
+    torch_passes.advance_momentum_(moved_u, moved_m, momentum=0.9, nesterov=True)
+    exact = [float(x[matrix == number].double().square().sum()) for number in range(count)]
+    for module, chunk in ((triton_passes, 1 << 24), (torch_passes, 1 << 24), (torch_passes, 1000)):
+        monkeypatch.setattr(torch_passes, "_CHUNK", chunk)
+        u, m = x.clone(), buffer.clone()
+        module.advance_momentum_(u, m, momentum=0.9, nesterov=True, where=Where(segments, flags))
+        real = matrix >= 0
+        assert same_bits(u[real], torch.where(stays, 0, moved_u)[real])
+        assert same_bits(m[real], torch.where(stays, buffer, moved_m)[real])
+        sums = module.sum_of_squares(x, segments)
+        assert sums.tolist() == pytest.approx(exact, rel=1e-14, abs=0)
 
 
 def test_there_is_a_flag_for_each_segment() -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.unit.support.frameworks import forget_accelerate
 from tests.unit.support.models import PrescribedGradients, ds_config
 from tests.unit.support.ranks import run_ranks
 
@@ -54,17 +55,6 @@ def run_script(folder: Path, name: str) -> tuple[str, int]:
         os.chdir(before)
         forget_accelerate()
     return printed.getvalue(), step.call_count
-
-
-def forget_accelerate() -> None:
-    """Ranks live on from test to test, and Accelerate keeps what it is asked once for the process."""
-    import sys
-
-    if "accelerate" in sys.modules:
-        from accelerate.state import AcceleratorState, GradientState
-
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
 
 
 def norms_through_accelerate(config: dict[str, Any]) -> list[dict[str, float | None]]:

@@ -129,10 +129,17 @@ CONFIGS: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "stage 0": ({"stage": 0}, ["zero_optimization.stage = 0", "set 1 or 2"]),
     "stage 3": ({"stage": 3}, ["zero_optimization.stage = 3", "set 1 or 2"]),
-    "cpu offload": ({"zero": {"offload_optimizer": {"device": "cpu"}}}, ["offload_optimizer.device = cpu", "remove"]),
     "nvme offload": (
         {"zero": {"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}},
-        ["offload_optimizer.device = nvme", "remove"],
+        ["offload_optimizer.device = nvme", 'set "cpu"'],
+    ),
+    "offload of ZeRO-3": (
+        {"zero": {"offload_optimizer": {"device": "cpu", "super_offload": True}}},
+        ["offload_optimizer.super_offload = true", "remove super_offload"],
+    ),
+    "offload without norms": (
+        {"zero": {"offload_optimizer": {"device": "cpu"}, "compute_grad_norm": False}},
+        ["zero_optimization.compute_grad_norm = false", "remove"],
     ),
     "fp16 autocast": (
         {"torch_autocast": {"enabled": True, "dtype": "float16"}},
@@ -175,7 +182,7 @@ def test_everything_that_is_wrong_is_said_at_once_on_every_rank() -> None:
     with pytest.raises(RankFailure) as failure:
         run_ranks(2, initialize, config, timeout=60)
     beginnings = (
-        "ds_muon.refusals.DSMuonRefusal: DSMuon refuses this setup:",
+        "ds_muon.refusals.DSMuonRefusal: DSMuon refuses this setup (ds-muon doctor",
         "zero_optimization.reduce_scatter = true",
         "compile.deepcompile = true",
         'optimizer.params.lr = "x"',

@@ -38,8 +38,8 @@ from tests.unit.ranks.test_any_size import (
     settings,
 )
 from tests.unit.ranks.test_checkpoint import assert_same, everything
-from tests.unit.ranks.test_quick_start import forget_accelerate
 from tests.unit.support.cases import pairwise
+from tests.unit.support.frameworks import forget_accelerate
 from tests.unit.support.models import (
     PrescribedGradients,
     assembled,

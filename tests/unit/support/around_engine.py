@@ -35,7 +35,7 @@ def is_bound(engine: Any) -> bool:
     )
 
 
-def away(engine: Any, **which: Any) -> None:
+def away(engine: Any, *, pin_memory: bool = False, **which: Any) -> None:
     # DeepSpeed looks for garbage three times, which takes seconds beside all that the tests have imported.
     with mock.patch("gc.collect"):
-        engine.offload_states(pin_memory=False, **which)
+        engine.offload_states(pin_memory=pin_memory, **which)

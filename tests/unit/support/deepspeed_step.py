@@ -7,7 +7,7 @@ of its module. A value is the place in ds_muon ("" for none) and a remark, such 
 
 from __future__ import annotations
 
-_OFFLOAD = "of optimizer offload, which is refused"
+_DOWN = "the gradients of a run with CPU offload"
 _THEIR_MUON = "of DeepSpeed's own Muon, which never runs here"
 _THEIRS = "DeepSpeed's own"
 _ELASTIC = "of elastic checkpoints, which are refused"
@@ -15,8 +15,8 @@ _ELASTIC = "of elastic checkpoints, which are refused"
 STEP: dict[str, tuple[str, str]] = {
     # before the decision
     "micro_step_id": ("zero.MuonZeroOptimizer._step_all_groups", "reset"),
-    "_wait_for_offload_copies": ("", _OFFLOAD),
-    "_offload_accumulated_param_ids": ("", _OFFLOAD),
+    "_wait_for_offload_copies": ("zero.MuonZeroOptimizer.take_gradients", _DOWN),
+    "_offload_accumulated_param_ids": ("zero_offload.OffloadZero.copy_grads_in_partition", "_arrived instead"),
     "see_memory_usage": ("", "logs nothing unless forced, and it is not forced here"),
     "check_overflow": ("guard.StepGuard.measure", "in every step, whatever check_grad_overflow says"),
     "_apply_muon_updates_cpu_offload": ("", _THEIR_MUON),
@@ -36,7 +36,7 @@ STEP: dict[str, tuple[str, str]] = {
     "_get_preflattened_grad_partition": ("zero.MuonZeroOptimizer.take_gradients", "reads flat_partition itself"),
     "averaged_gradients": ("zero.MuonZeroOptimizer.take_gradients", "released"),
     "all_grad_tensors": ("zero.MuonZeroOptimizer.take_gradients", "released"),
-    "reset_cpu_buffers": ("", _OFFLOAD),
+    "reset_cpu_buffers": ("zero.MuonZeroOptimizer.take_gradients", "norms and overflow are measured, not kept"),
     "flatten": ("zero.MuonZeroOptimizer.take_gradients", "straight into fp32"),
     "flatten_dense_tensors_aligned": ("zero.MuonZeroOptimizer.take_gradients", "get_flat_partition has padded"),
     "_muon_update_lacks_loss_scale": ("", _THEIR_MUON),
@@ -54,7 +54,7 @@ STEP: dict[str, tuple[str, str]] = {
 }
 
 LOAD: dict[str, tuple[str, str]] = {
-    "_wait_for_offload_copies": ("", _OFFLOAD),
+    "_wait_for_offload_copies": ("zero.MuonZeroBase.load_found", _DOWN),
     "_load_universal_checkpoint": ("universal.check_universal_before_loading", "into the same Found"),
     "_load_legacy_checkpoint": ("zero.MuonZeroOptimizer.load_found", "of any number of ranks, by parameter"),
     "_load_global_state": ("zero.MuonZeroOptimizer.load_found", _THEIRS),
@@ -62,13 +62,13 @@ LOAD: dict[str, tuple[str, str]] = {
     "dynamic_loss_scale": ("zero.MuonZeroOptimizer.load_found", _THEIRS),
     "overflow": ("zero.MuonZeroOptimizer.load_found", _THEIRS),
     "clip_grad": ("zero.MuonZeroOptimizer.load_found", _THEIRS),
-    "_convert_unpadded_rigid_optimizer_state": ("reshard.pieces", "of any layout"),
+    "_convert_unpadded_rigid_optimizer_state": ("reshard.stretches", "of any layout"),
     "_restore_elastic_base_optimizer_state": ("", _ELASTIC),
     "_restore_base_optimizer_state": ("", _ELASTIC),
-    "_restore_from_unpadded_local_fp32_weights": ("reshard.pieces", "of any layout"),
-    "_restore_from_unpadded_fp32_weights": ("reshard.pieces", "of any layout"),
+    "_restore_from_unpadded_local_fp32_weights": ("reshard.stretches", "of any layout"),
+    "_restore_from_unpadded_fp32_weights": ("reshard.stretches", "of any layout"),
     "_restore_from_elastic_fp32_weights": ("", _ELASTIC),
-    "_get_padded_tensor": ("reshard.pieces", "gaps are left as they are, zero"),
+    "_get_padded_tensor": ("reshard.stretches", "gaps are left as they are, zero"),
     "_restore_from_bit16_weights": ("zero.MuonZeroOptimizer._restore_from_bit16_weights", "of what the model holds"),
     "_link_all_hp_params": ("zero.MuonZeroOptimizer._link_optimizer_state", "and links the optimizer's state again"),
 }

@@ -129,8 +129,9 @@ def assembled(engine: Any, flats: Sequence[Tensor]) -> dict[str, Tensor]:
     zero = engine.optimizer
     whole = {}
     for group, flat in enumerate(flats):
-        pieces = [torch.empty_like(flat) for _ in range(torch.distributed.get_world_size())]
-        torch.distributed.all_gather(pieces, flat.detach())
+        here = flat.detach().to(engine.device)
+        pieces = [torch.empty_like(here) for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather(pieces, here)
         joined = torch.cat(pieces).cpu()
         offsets = zero.round_robin_bit16_offsets[group]
         for p, offset in zip(zero.round_robin_bit16_groups[group], offsets, strict=True):

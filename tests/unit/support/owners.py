@@ -29,7 +29,7 @@ def plan_with(turn: int, *args: Any, **kwargs: Any) -> Plan:
 # How owners are chosen: as if moving were free, or other ranks than planned.
 OWNERS: dict[str, Any] = {
     "planned": make_plan,
-    "balanced": partial(make_plan, rates=FREE),
+    "balanced": lambda *args, **kwargs: make_plan(*args, **kwargs | {"rates": FREE}),
     "next": partial(plan_with, 1),
     "second next": partial(plan_with, 2),
 }

@@ -1,0 +1,334 @@
+"""CPU offload of the optimizer: the run without it, bit for bit, with each matrix orthogonalized once.
+
+On CPU ranks the accelerator is the CPU as well, and all copies between the two are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import safe_get_full_grad
+from torch import Tensor
+
+from ds_muon import muon_group
+from ds_muon.offload import Journey
+from ds_muon.orthogonalize import NewtonSchulz
+from ds_muon.replay import read_capture
+from tests.unit.ranks.test_any_size import by_name, run
+from tests.unit.ranks.test_any_size import settings as any_settings
+from tests.unit.ranks.test_around_engine import offload_and_reload
+from tests.unit.ranks.test_capture_in_a_step import captured_step
+from tests.unit.ranks.test_without_gradient import Sometimes
+from tests.unit.support.bad_steps import STRADDLING, WHOLE, bad_second_step
+from tests.unit.support.batches import cut_into
+from tests.unit.support.captures import environment
+from tests.unit.support.cases import in_turns, pairwise
+from tests.unit.support.checked import assert_right, check_block
+from tests.unit.support.models import PrescribedGradients, ds_config, full_weights, start, train_step
+from tests.unit.support.ranks import run_ranks
+from tests.unit.support.steps import SHAPES as PLAIN
+from tests.unit.support.steps import exact_gradients
+
+pytestmark = pytest.mark.ranks
+
+ON_HOST = {"offload_optimizer": {"device": "cpu"}}
+
+# Straddlers at two ranks and at three; tensors of several matrices, side by side and in strips; no element at all; and
+# for AdamW so little that some ranks hold nothing.
+SHAPES = [(36, 20), (40, 18), (4, 12, 10), (24, 24), (24, 24), (24, 24), (0, 4), (7, 13), (2, 3), (11,), (40, 1)]
+BLOCKS = {
+    "muon_params": ["p2"],
+    "muon_blocks": {"p0": {"split": 3}, "p1": {"split": [6, 2, 10], "axis": "in"}, "p2": {"split": 2}},
+}
+ADAMWS = ("p6", "p9", "p10")
+STEPS = 3
+# How many micro-batches make a step, and how the engine knows.
+ACCUMULATION: dict[str, tuple[int, dict[str, Any]]] = {
+    "none": (1, {}),
+    "twice": (2, {"gradient_accumulation_steps": 2}),
+    "thrice in fp32": (3, {"gradient_accumulation_steps": 3, "data_types": {"grad_accum_dtype": "fp32"}}),
+    "by the script": (2, {"managed_gradient_accumulation": False}),
+    "by the script in fp32": (2, {"managed_gradient_accumulation": False, "data_types": {"grad_accum_dtype": "fp32"}}),
+}
+
+
+def left_out(step: int, micro_batch: int) -> tuple[int, ...]:
+    """The parameters without a gradient: of one micro-batch, of the first or the last, or of a whole step."""
+    return {0: (3,), 1: (9, 4), 2: (0,)}.get(step, ()) + ((5, 10) if (step, micro_batch) == (1, 1) else ())
+
+
+def train(config: dict[str, Any], groups: int, micro_batches: int, steps: int = STEPS) -> tuple[dict[str, Any], int]:
+    """What the run is in the end, by parameter, and how many matrices this rank has orthogonalized."""
+    model = Sometimes(SHAPES)
+    parameters = list(model.parameters())
+    dealt: Any = parameters if groups == 1 else [{"params": parameters[first::groups]} for first in range(groups)]
+    engine = start(model, config, model_parameters=dealt)
+    generator = torch.Generator().manual_seed(1 + torch.distributed.get_rank())
+    runs = 0
+
+    def counted(matrices: Sequence[Tensor], settings: NewtonSchulz) -> Tensor:
+        nonlocal runs
+        runs += len(matrices)
+        partitions = engine.optimizer.single_partition_of_fp32_groups
+        if engine.optimizer.cpu_offload:
+            homes = {flat.grad.untyped_storage().data_ptr() for flat in partitions}
+            assert not homes & {matrix.untyped_storage().data_ptr() for matrix in matrices}, "has not been copied"
+        return original(matrices, settings)
+
+    original = muon_group.orthogonalize_batch
+    with mock.patch.object(muon_group, "orthogonalize_batch", counted):
+        for step in range(steps):
+            for micro_batch in range(micro_batches):
+                gradients: list[Tensor | None] = [torch.randn(shape, generator=generator) for shape in SHAPES]
+                for index in left_out(step, micro_batch):
+                    gradients[index] = None
+                engine.backward(engine([None if g is None else g.to(engine.device) for g in gradients]))
+                if micro_batch == micro_batches - 1 or "gradient_accumulation_steps" in config:
+                    engine.step()
+    matrices = len(engine.optimizer.plan.matrices)
+    found = by_name(engine)
+    found["norm"] = float(engine.get_global_grad_norm())
+    engine.destroy()
+    return found, runs if torch.distributed.get_rank() else runs - steps * matrices
+
+
+def settings(
+    dtype: str, stage: int, variant: str, momentum_dtype: str, guard: str, accumulation: str, zero: dict[str, Any]
+) -> dict[str, Any]:
+    params = {"variant": variant, "nan_guard": guard, "momentum_dtype": momentum_dtype, "weight_decay": 0.1, **BLOCKS}
+    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2}} if dtype == "float16" else {}
+    how = ACCUMULATION[accumulation][1]
+    return ds_config(params, dtype=dtype, stage=stage, zero=zero, gradient_clipping=0.5, **fp16, **how)
+
+
+def assert_same(left: Any, right: Any, where: str = "", of_adamw: Sequence[str] = ADAMWS) -> None:
+    """Of nested containers, bit for bit; on GPUs, where AdamW is fused and the host's is not, but for its part."""
+    adamws = get_accelerator().device_name() != "cpu" and where.rsplit(".", 1)[-1] in of_adamw
+    if isinstance(left, dict):
+        assert left.keys() == right.keys(), where
+        for key in left.keys() - {"fused"}:  # AdamW's, on accelerators alone
+            assert_same(left[key], right[key], f"{where}.{key}", of_adamw)
+    elif isinstance(left, Tensor):
+        assert torch.allclose(left, right, rtol=1e-2, atol=1e-6) if adamws else torch.equal(left, right), where
+    else:
+        assert (left == pytest.approx(right, rel=1e-6)) if isinstance(left, float) else left == right, where
+
+
+@pairwise(
+    of_all=2,
+    world_size=[1, 2, 3],
+    stage=[1, 2, "2, overlapping"],
+    dtype=["float32", "bfloat16", "float16"],
+    rule=[("muon", "float32"), ("normuon", "float32"), ("muon", "bfloat16")],
+    guard=["off", "skip"],
+    accumulation=[*ACCUMULATION],
+    lies=[(1, True, {}), (2, False, {"round_robin_gradients": True}), (2, True, {"parameter_alignment": True})],
+)
+def test_a_run_with_offload_is_the_run_without_and_orthogonalizes_each_matrix_once(
+    world_size: int,
+    stage: int | str,
+    dtype: str,
+    rule: tuple[str, str],
+    guard: str,
+    accumulation: str,
+    lies: tuple[int, bool, dict[str, bool]],
+) -> None:
+    groups, pinned, zero = lies
+    zero = zero | {"overlap_comm": stage == "2, overlapping"}
+    micro_batches, _ = ACCUMULATION[accumulation]
+    without, offloaded = (
+        run_ranks(
+            world_size,
+            train,
+            settings(dtype, 1 if stage == 1 else 2, *rule, guard, accumulation, {**zero, **offload}),
+            groups,
+            micro_batches,
+        )
+        for offload in ({}, {"offload_optimizer": {"device": "cpu", "pin_memory": pinned}})
+    )
+    for (expected, _), (found, _) in zip(without, offloaded, strict=True):
+        assert_same(found, expected)
+    assert sum(runs for _, runs in without) == sum(runs for _, runs in offloaded) == 0
+
+
+# ---- skipped steps ---------------------------------------------------------------------------------------------------
+
+
+@in_turns(case=[(1, WHOLE), (2, STRADDLING), (3, STRADDLING)], variant=["muon", "normuon"], stage=[1, 2])
+def test_a_step_that_is_skipped_for_an_update_leaves_what_it_leaves_without_offload(
+    case: tuple[int, tuple[int, int]], variant: str, stage: int
+) -> None:
+    world_size, shape = case
+    params = {"variant": variant, "nan_guard": "skip"}
+    without, offloaded = (
+        run_ranks(world_size, bad_second_step, ds_config(params, stage=stage, zero=zero), shape)
+        for zero in ({}, ON_HOST)
+    )
+    assert offloaded == without
+    for found in offloaded:
+        assert found["skipped"] == 1 and found["moved"] == {"momentum_buffer"}
+        assert found["weights stayed"] and found["model stayed"] and found["finite"]
+
+
+def overflow(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the run is before and after a step in which a gradient of one rank is infinite, and a step later."""
+    engine = start(PrescribedGradients(PLAIN), config)
+    found = []
+    for step in range(3):
+        gradients = exact_gradients(PLAIN, step, engine.device)
+        if step == 1 and torch.distributed.get_rank() == 0:
+            gradients[2][0, 0] = torch.inf
+        train_step(engine, gradients)
+        found.append(by_name(engine))
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_an_overflow_moves_nothing_and_the_next_step_is_right(stage: int) -> None:
+    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}}
+    without, offloaded = (
+        run_ranks(2, overflow, ds_config(dtype="float16", stage=stage, zero=zero, **fp16))[0] for zero in ({}, ON_HOST)
+    )
+    for after, expected in zip(offloaded, without, strict=True):
+        assert_same(after, expected, of_adamw=("p7", "p8"))
+    before, skipped, _ = offloaded
+    assert skipped["scale"] == before["scale"] / 2 and skipped["counters"] == [2, 1]
+    for key in ("weight", "momentum_buffer", "exp_avg", "step", "model"):
+        assert_same(skipped[key], before[key])
+
+
+# ---- checkpoints and states ------------------------------------------------------------------------------------------
+
+
+@in_turns(
+    then=[(2, False), (3, True), (1, True), (2, True)],
+    now=[(3, True), (2, False), (2, True), (1, True)],
+    kind=[("float32", "normuon"), ("bfloat16", "muon"), ("float16", "muon"), ("bfloat16", "normuon")],
+)
+def test_a_checkpoint_goes_on_with_offload_and_without(
+    tmp_path: Path, then: tuple[int, bool], now: tuple[int, bool], kind: tuple[str, str]
+) -> None:
+    dtype, variant = kind
+    config = any_settings(variant, dtype, "float32", 2, "plain")
+    plain = config["zero_optimization"]
+    sections = [{**plain, **(ON_HOST if offloads else {})} for _, offloads in (then, now)]
+    saved, loaded = ({**config, "zero_optimization": section} for section in sections)
+    before, after, _ = run_ranks(then[0], run_and_save, saved, str(tmp_path))[0]
+    for found, went_on, _ in run_ranks(now[0], load_and_run, loaded, str(tmp_path)):
+        assert_same(found, before)
+        assert_same(went_on, after)
+
+
+def run_and_save(config: dict[str, Any], folder: str) -> list[Any]:
+    return run(config, 2, folder, load=False)
+
+
+def load_and_run(config: dict[str, Any], folder: str) -> list[Any]:
+    return run(config, 1, folder, load=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_states_that_were_away_come_back_to_where_they_were(dtype: str) -> None:
+    config = ds_config(dtype=dtype, zero=ON_HOST)
+    stayed, returned = (run_ranks(2, offload_and_reload, config, away)[0] for away in (None, {}))
+    assert_same(returned, stayed)
+    assert returned["linked"] and returned["bound"]
+
+
+def where_things_are(config: dict[str, Any]) -> dict[str, Any]:
+    """The types of device of what lives long, and whether the host's is pinned, before a step and after it."""
+    engine = start(PrescribedGradients(PLAIN), config)
+    engine.backward(engine(exact_gradients(PLAIN, 0, engine.device)))
+    zero, found = engine.optimizer, {}
+    found["left on the model"] = [name for name, p in engine.module.named_parameters() if p.grad is not None]
+    averaged = [safe_get_full_grad(p).cpu() for p in engine.module.parameters()]
+    world_size = torch.distributed.get_world_size()
+    expected = exact_gradients(PLAIN, 0, torch.device("cpu"))
+    found["right"] = torch.distributed.get_rank() > 0 or all(
+        torch.equal(a, e / world_size) for a, e in zip(averaged, expected, strict=True)
+    )
+    engine.step()
+    flats = zero.single_partition_of_fp32_groups
+    states = [state[key] for state in zero.optimizer.state.values() for key in state if key != "row_variance"]
+    found["host"] = {tensor.device.type for tensor in [*flats, *states, *(flat.grad for flat in flats)]}
+    found["pinned"] = {flat.grad.is_pinned() for flat in flats}
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_gradients_are_on_the_host_after_backward_and_all_state_always(pinned: bool) -> None:
+    section = {"offload_optimizer": {"device": "cpu", "pin_memory": pinned}}
+    on_gpu = get_accelerator().device_name() != "cpu"
+    for found in run_ranks(2, where_things_are, ds_config({"variant": "normuon"}, zero=section)):
+        assert found == {
+            "left on the model": [],
+            "right": True,
+            "host": {"cpu"},
+            "pinned": {pinned and on_gpu},
+        }
+
+
+# ---- what goes up ----------------------------------------------------------------------------------------------------
+
+
+ALIKE = [*[(24, 24)] * 7, (40, 40), (5,)]
+
+
+def in_pieces_of(most: int | None, config: dict[str, Any]) -> tuple[dict[str, Tensor], list[int]]:
+    """The weights, and how many bytes of U went up at a time, with so many bytes to stage."""
+    engine = start(PrescribedGradients(ALIKE), config)
+    ups: list[int] = []
+    (ferry,) = {group._ferry for group in engine.optimizer.muon_groups}
+    original = ferry.up
+
+    def up(matrices: Sequence[Tensor]) -> Journey:
+        ups.append(sum(matrix.nbytes for matrix in matrices))
+        return original(matrices)
+
+    staged = mock.patch.object(muon_group, "STAGING_BYTES", muon_group.STAGING_BYTES if most is None else most)
+    with mock.patch.object(ferry, "up", up), mock.patch.object(muon_group, "batches", cut_into(100)), staged:
+        for step in range(2):
+            train_step(engine, exact_gradients(ALIKE, step, engine.device))
+    weights = full_weights(engine)
+    engine.destroy()
+    return weights, [nbytes for nbytes in ups if nbytes]
+
+
+def test_matrices_go_up_in_batches_that_fit_the_staging_whatever_there_is() -> None:
+    config, matrix = ds_config(zero=ON_HOST), 4 * 24 * 24
+    whole, at_once = run_ranks(1, in_pieces_of, None, config)[0]
+    assert at_once == [7 * matrix, 4 * 40 * 40] * 2
+    # Half of it while the other half is worked on; a larger matrix is alone.
+    for most, expected in ((6 * matrix, [2, 2, 3]), (1, [1] * 7)):
+        cut, in_pieces = run_ranks(1, in_pieces_of, most, config)[0]
+        assert in_pieces == [*(matrix * count for count in expected), 4 * 40 * 40] * 2
+        assert_same(cut, whole)
+
+
+# ---- checks and captures ---------------------------------------------------------------------------------------------
+
+
+@in_turns(world_size=[2, 3], dtype=["float32", "bfloat16", "float16"], variant=["muon", "normuon"])
+def test_every_update_is_right_by_the_references(world_size: int, dtype: str, variant: str) -> None:
+    params = {"variant": variant, "verify_every": 1, "ns_dtype": "float32"}
+    config = ds_config(params, dtype=dtype, zero=ON_HOST, gradient_accumulation_steps=2, gradient_clipping=0.1)
+    for records in run_ranks(world_size, check_block, config, 2):
+        assert_right(records)
+
+
+def test_a_capture_holds_what_went_up(tmp_path: Path) -> None:
+    env = environment(tmp_path, DS_MUON_NAN_CAPTURE_RAISE="0")
+    found = run_ranks(2, captured_step, ds_config({"nan_guard": "skip"}, zero=ON_HOST), env, True)
+    (path,) = tmp_path.iterdir()
+    capture = read_capture(path)
+    assert capture.name == "p0" and not capture.output.isfinite().all()
+    assert (capture.input - found[0]["blend"]).norm() <= 1e-6 * found[0]["blend"].norm()
+    assert all(rank["raised"] is None and rank["skipped"] == 1 for rank in found)
