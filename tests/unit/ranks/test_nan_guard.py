@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ds_muon.passes import Where
 from ds_muon.skipped import SkippedSteps
 from tests.unit.support.bad_steps import CASES, SECONDS, SHAPES, STRADDLING, TINY, WHOLE, bad_second_step, engine_of
 from tests.unit.support.cases import first_of, in_turns, some
@@ -136,6 +137,10 @@ def test_only_the_owner_of_a_matrix_can_spoil_it_and_then_all_skip(world_size: i
     assert sum(ranks[0] == [False, True] for ranks in by_rank) == 1
 
 
+def flags_as_on_a_gpu(where: Any, start: int, chunk: Tensor) -> Any:
+    return where.of_elements(start, start + chunk.numel()) if isinstance(where, Where) else where
+
+
 def collectives(config: dict[str, Any]) -> tuple[int, list[str]]:
     """Calls of all_reduce in a step, and by what the host read from the device."""
     engine = engine_of(config)
@@ -150,8 +155,9 @@ def collectives(config: dict[str, Any]) -> tuple[int, list[str]]:
                 _original(tensor, *args),
             )[1]
             stack.enter_context(mock.patch.object(Tensor, name, counting))
-        if DEVICE == "cpu":  # where torch's own AdamW reads its count of steps
+        if DEVICE == "cpu":  # where torch's own AdamW reads its count of steps, and the passes whether all moves
             stack.enter_context(mock.patch.object(engine.optimizer.optimizer._adamw, "step"))
+            stack.enter_context(mock.patch("ds_muon.passes.torch_passes._flags", flags_as_on_a_gpu))
         reduced = stack.enter_context(
             mock.patch.object(torch.distributed, "all_reduce", wraps=torch.distributed.all_reduce)
         )
