@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 from torch import Tensor
@@ -95,17 +96,20 @@ class Piece:
         if self.strips:
             self.strips[number].store(matrix, elements, self.axis)
 
-    def stacked(self, elements: Tensor) -> Tensor | None:
-        """All strips as a (strips, rows, cols) view of ``elements``, to be copied at once; None if they are uneven."""
+    @cached_property
+    def _even(self) -> tuple[int, int, int] | None:
+        """How often equal strips take turns, how many they are, and of what size; None if they are uneven."""
         number, (first, *others) = len(self.strips), self.strips
-        even = all(
-            strip == Strip(first.first + i * first.size, first.size, first.period, first.count)
-            for i, strip in enumerate(others, start=1)
-        )
+        alike = (Strip(i * first.size, first.size, first.period, first.count) for i in range(number))
         side = self.cols if self.axis else self.rows
-        if not even or first.first or number * first.size * first.count != side:
+        even = (first, *others) == tuple(alike) and number * first.size * first.count == side
+        return (first.count, number, first.size) if even else None
+
+    def stacked(self, elements: Tensor) -> Tensor | None:
+        """All strips as one view of ``elements``, strips first, to be copied at once; None if they are uneven."""
+        shape = self._even
+        if shape is None:
             return None
-        shape = (first.count, number, first.size)
         if self.axis:
             return elements.view(self.rows, *shape).permute(2, 0, 1, 3)
         return elements.view(*shape, self.cols).permute(1, 0, 2, 3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
@@ -317,15 +316,18 @@ class _Copies:
 
     def put_back(self, matrices: _Batch) -> None:
         """Write the copies of these matrices to their units."""
-        counts = Counter(id(unit) for _, unit in matrices)
+        of_units: dict[int, list[tuple[Matrix, Tensor]]] = {}
         for matrix, unit in matrices:
-            if (copies := self._of_units.get(id(unit))) is None:
-                continue
-            even = matrix.piece.stacked(unit) if counts[id(unit)] == len(copies) else None
-            if even is None:
-                matrix.piece.store(copies[matrix.number], unit, matrix.number)
-            elif matrix.number == 0:
+            if matrix.piece.strips:
+                of_units.setdefault(id(unit), []).append((matrix, unit))
+        for key, strips in of_units.items():
+            (first, unit), copies = strips[0], self._of_units[key]
+            even = first.piece.stacked(unit) if len(strips) == len(copies) else None
+            if even is not None:
                 even.copy_(torch.stack(list(copies)).view(even.shape))
+                continue
+            for matrix, _ in strips:
+                matrix.piece.store(copies[matrix.number], unit, matrix.number)
 
 
 def _assembled(unit: Unit, results: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:

@@ -33,12 +33,11 @@ def check_same_weights(zero: Any, module: nn.Module) -> None:
     """
     # Those of a type of their own, such as quantized and frozen ones, have no bits to look at.
     named = {name: p for name, p in module.named_parameters() if type(p.detach()) is Tensor and not p.is_meta}
-    there = zero.accelerator  # where ranks communicate
-    sums = torch.stack([checksum(p.detach()).to(there) for p in named.values()])
+    sums = torch.stack([checksum(p.detach()).to(zero.accelerator) for p in named.values()])
     index = {name: i for i, name in enumerate(named)}
     strays = torch.zeros_like(sums)
     for name, weight, fp32 in _own(zero):
-        strays[index[name]] += _differ(weight, fp32.to(weight.device, weight.dtype)).to(there)
+        strays[index[name]] += _differ(weight, fp32.to(weight.device, weight.dtype)).to(zero.accelerator)
     # The largest and, negated, the smallest sum of all ranks, and the most elements that differ on one of them.
     found = torch.cat([sums, -sums, strays])
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=zero.dp_process_group)
