@@ -512,6 +512,8 @@ def save_checkpoint(
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
     save = Save(_of_one_tag(tag, save_latest, zero.dp_process_group), tag, engine.global_steps)
     files, whole = engine.checkpoint_engine, isinstance(engine.checkpoint_engine, WholeCheckpoints)
+    # What a load has returned says of which save that was.
+    client_state = {key: value for key, value in client_state.items() if key != SAVE}
     zero.save = save
     try:
         with files.together() if whole else nullcontext():

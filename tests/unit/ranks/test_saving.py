@@ -176,6 +176,26 @@ def test_a_save_replaces_the_checkpoint_of_its_tag_whatever_that_was(
     assert_same(dict(sorted(weights.items())), dict(sorted(saved["weight"].items())))
 
 
+def save_what_was_loaded(folder: str) -> dict[str, Any]:
+    engine = started()
+    engine.save_checkpoint(folder, client_state={"epoch": 1})
+    _, client_state = engine.load_checkpoint(folder)
+    step(engine)
+    del client_state["checkpoint_parallel_dimensions"]  # of DeepSpeed's own, which it refuses
+    engine.save_checkpoint(folder, client_state=client_state)
+    saved = by_name(engine)
+    step(engine)
+    _, client_state = engine.load_checkpoint(folder)
+    assert_same(by_name(engine), saved)
+    engine.destroy()
+    return dict(client_state)
+
+
+def test_a_client_state_that_was_loaded_can_be_saved_again(tmp_path: Path) -> None:
+    for client_state in run_ranks(2, save_what_was_loaded, str(tmp_path)):
+        assert client_state["epoch"] == 1
+
+
 def save_what_cannot_be_found(folder: str) -> list[str]:
     engine, said = started(), []
     rank = torch.distributed.get_rank()
