@@ -169,7 +169,10 @@ def _of_matrix(rows: int, cols: int, rule: Rule, layout: Layout, heads: int | No
         smallest = min(sizes) * (features // period)
         sides = (rows, smallest) if stored_axis else (smallest, cols)
     if min(sides) < 2:
-        raise BlocksError(f"makes a matrix of {sides[0]} x {sides[1]}, which has nothing to orthogonalize")
+        raise BlocksError(
+            f"makes a matrix of {sides[0]} x {sides[1]}, which has nothing to orthogonalize; give every part at least "
+            "2 features, or leave the tensor whole"
+        )
     if len(sizes) == 1:
         return whole(rows, cols)
     firsts = [0, *accumulate(sizes)][:-1]

@@ -243,17 +243,21 @@ def other_shapes(saved: Sequence[Sequence[Any]], ours: Sequence[Sequence[Any]]) 
 
 
 def _other_outputs(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> str | None:
-    """A tensor of Muon's in both whose outputs, each with a moment of NorMuon's, are others here; None without one."""
-    then = {name: (rows, saved.get("outputs", {}).get(name)) for group in saved["params"] for name, _, rows in group}
+    """A tensor of Muon's in both whose outputs, each with a moment of NorMuon's, are others here; None without one.
+
+    Of tensors of which a checkpoint does not say it, as an early version saves them, each was one matrix.
+    """
+    then = {name: rows for group in saved["params"] for name, _, rows in group}
     for group in ours["params"]:
         for name, _, rows in group:
-            count, order = then[name]
-            here = ours["outputs"].get(name)
-            if rows and count and (rows != count or (order or here) != here):
+            if not (rows and then[name]):
+                continue
+            here = ours["outputs"][name]
+            order = saved.get("outputs", {}).get(name) or here.partition(";")[0]
+            if (rows, here) != (then[name], order):
                 return (
-                    f"{name!r} has other outputs there ({count}, {order or 'stored as here'}) than here ({rows}, "
-                    f"{here}), and NorMuon keeps a moment of each; build the model that was saved, with the "
-                    "muon_blocks it was saved with"
+                    f"{name!r} has other outputs there ({then[name]}, {order}) than here ({rows}, {here}), and NorMuon "
+                    "keeps a moment of each; build the model that was saved, with the muon_blocks it was saved with"
                 )
     return None
 

@@ -130,6 +130,13 @@ class Piece:
                 labels[index] = number
         return labels
 
+    def holding(self, elements: Tensor) -> list[int]:
+        """The numbers of the matrices in which elements lie, by their places, (n,) int64, in the flattened piece."""
+        if not self.strips:
+            return [0]
+        labels, along = self.labels(), elements % self.cols if self.axis else elements // self.cols
+        return sorted({labels[index] for index in along.tolist()})
+
 
 def _indexed(tensor: str, index: tuple[int, ...]) -> str:
     return f"{tensor}[{','.join(map(str, index))}]" if index else tensor
@@ -148,15 +155,21 @@ def outputs(pieces: Sequence[Piece], layout: Layout) -> int:
 def order_of_outputs(pieces: Sequence[Piece], layout: Layout) -> str:
     """In words, where those outputs lie in the pieces: two tensors of one shape and order have the same outputs.
 
-    Parts of the outputs that follow one another leave the order as it is.
+    Parts of the outputs that follow one another leave the order as it is. How many outputs there are tells whether the
+    inputs are in even runs, and in how many.
     """
     of_outputs = 0 if layout == "out_in" else 1
     splits = set()
     for piece in pieces:
-        if piece.axis != of_outputs or any(strip.count > 1 for strip in piece.strips):
+        if piece.strips and (piece.axis != of_outputs or any(strip.count > 1 for strip in piece.strips)):
             parts = (
                 f"{strip.first}:{strip.first + strip.size}" + (f" of every {strip.period}" if strip.count > 1 else "")
                 for strip in piece.strips
             )
             splits.add(f"{'outputs' if piece.axis == of_outputs else 'inputs'} {', '.join(parts)}")
+    # Pieces that are a matrix each are runs of rows: of inputs, where a matrix is stored so.
+    runs = [piece.rows for piece in pieces if layout == "in_out" and not piece.strips]
+    if len(set(runs)) > 1:
+        period = next(n for n in range(2, len(runs) + 1) if runs == runs[:n] * (len(runs) // n))
+        splits.add(f"inputs in runs of {', '.join(map(str, runs[:period]))}")
     return "; ".join([f"stored {layout}", *sorted(splits)])

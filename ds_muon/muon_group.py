@@ -249,9 +249,14 @@ class MuonGroup:
             self.row_variance.commit(variance)
 
     def nonfinite(self, partition: Tensor) -> list[str]:
-        """The units with a value in this rank's partition that is not finite. Blocks the host."""
-        held = [(unit, partition.narrow(0, here.offset, here.numel)) for unit, here in self._held]
-        return [unit.name for unit, elements in held if not elements.isfinite().all()]
+        """The matrices with a value in this rank's partition that is not finite. Blocks the host."""
+        names: list[str] = []
+        for unit, here in self._held:
+            bad = partition.narrow(0, here.offset, here.numel).isfinite().logical_not_()
+            if bad.any():
+                elements = bad.nonzero().view(-1) + here.start
+                names += [unit.matrices[number].name for number in unit.piece.holding(elements)]
+        return names
 
     def _scale(self, matrix: Matrix) -> float:
         return update_scale(self._adjust_lr_fn, *matrix.sides)

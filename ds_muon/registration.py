@@ -14,7 +14,7 @@ import inspect
 import logging
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -398,6 +398,8 @@ def load_checkpoint(
                 f"checkpoint.load_universal = true, and there is no {Path(load_dir, LATEST)}; write it by ds-muon "
                 "to-universal, or set false: an ordinary checkpoint loads at any world size"
             )
+        if universal and named:
+            _say_what_is_newer(Path(load_dir, "latest"), named)
         tag = named if universal else None
     try:
         with loading_by_name(engine):
@@ -430,6 +432,16 @@ def _check_latest(path: Path, group: dist.ProcessGroup) -> str | None:
             "same folder, or pass the tag"
         )
     return named
+
+
+def _say_what_is_newer(latest: Path, named: str) -> None:
+    """One line, where a run has saved on beside the checkpoint in the universal layout that it loads again."""
+    with suppress(OSError, ValueError):  # another rank may read what this one cannot, and neither needs it
+        if (newest := latest.read_text().strip()) not in ("", named):
+            say(
+                f"checkpoint.load_universal = true takes {named!r}, which {LATEST} names, and not {newest!r}, which "
+                "latest names; set false to go on from what was saved last"
+            )
 
 
 def _get_all_ckpt_names(original: Callable[..., Any], engine: Any, checkpoints_path: str, tag: str) -> Any:

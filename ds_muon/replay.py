@@ -26,7 +26,7 @@ from ds_muon.orthogonalize import (
 )
 from ds_muon.orthogonalize.backends import problem
 from ds_muon.say import printable, tell
-from ds_muon.text import columns
+from ds_muon.text import columns, count
 from ds_muon.verify.tolerances import AGAINST_FP64
 
 DESCRIPTION = """\
@@ -332,7 +332,8 @@ def _replay_one(path: Path, capture: Capture, device: torch.device) -> int:
     backend, dtype, form = _key(settings, capture.input)
     outcome = "finite" if capture.output.isfinite().all() else "not finite"
     versions = ", ".join(f"{name} {version}" for name, version in capture.versions.items() if version)
-    ran = f"{backend} backend, {dtype}, {form} form, {len(settings.triples)} steps; {capture.device}; {versions}"
+    steps = count(len(settings.triples), "step")
+    ran = f"{backend} backend, {dtype}, {form} form, {steps}; {capture.device}; {versions}"
     where = f"{capture.name} ({rows} x {cols}), rank {capture.rank}, step {capture.step}"
     tell(f"  {printable(where)}: the output was {outcome}")
     tell(f"  {printable(ran)}")
@@ -345,9 +346,9 @@ def _replay_one(path: Path, capture: Capture, device: torch.device) -> int:
         return AT_FAULT
     reference = reference_newton_schulz(capture.input, ns_steps=len(settings.triples), ns_coefficients=settings.triples)
     if not reference.abs().max() <= torch.finfo(settings.dtype).max:
-        steps, triple = len(settings.triples), settings.triples[-1]
         tell(
-            f"\n  COEFFICIENTS: in fp64 as well, {steps} steps with {triple} leave the range of {dtype} on this input."
+            f"\n  COEFFICIENTS: in fp64 as well, {steps} with {settings.triples[-1]} leave the range of {dtype} on "
+            "this input."
         )
         tell('  Set "ns_coefficients": "quintic", or fewer "ns_steps"\n')
         return AT_FAULT

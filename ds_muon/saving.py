@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,8 +12,11 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, TorchCheckpointEngine
 
-from ds_muon.agree import raise_together
+from ds_muon.agree import gather, raise_together
 from ds_muon.files import on_disk, rename
+from ds_muon.universal import FOLDERS
+
+_SHARDS = "*zero_pp_rank_*_optim_states.pt"
 
 
 class WholeCheckpoints(TorchCheckpointEngine):  # type: ignore[misc]
@@ -93,6 +97,7 @@ class WholeCheckpoints(TorchCheckpointEngine):  # type: ignore[misc]
         if self._together:
             self._together = False
             raise_together(self._error, self._group)
+            names = gather([path.name for path in self._unfinished.values()], self._group)
             try:
                 rename(self._unfinished.items())
                 self._unfinished.clear()
@@ -100,14 +105,20 @@ class WholeCheckpoints(TorchCheckpointEngine):  # type: ignore[misc]
                 self._error = OSError(f"{info.save_dir}, tag {info.tag!r}: files could not be renamed: {error}")
             raise_together(self._error, self._group)
             if dist.get_rank() == 0:
-                self._clear_away(Path(info.save_dir, info.tag))
+                self._clear_away(Path(info.save_dir, info.tag), {name for of_rank in names for name in of_rank})
         return True
 
-    def _clear_away(self, folder: Path) -> None:
-        """What killed saves have left, by more ranks than there are now."""
-        for leftover in folder.glob(".*.unfinished"):
+    def _clear_away(self, folder: Path, saved: set[str]) -> None:
+        """What killed saves have left, by more ranks than there are now, and a checkpoint that this one replaces.
+
+        Shards of more ranks or of another dtype, and files in the universal layout, would be taken for this one's.
+        """
+        replaced = [path for path in folder.glob(_SHARDS) if path.name not in saved]
+        for leftover in (*folder.glob(".*.unfinished"), *replaced):
             with suppress(OSError):
                 leftover.unlink()
+        for of_universal in FOLDERS:
+            shutil.rmtree(folder / of_universal, ignore_errors=True)
 
     def set_latest(self, save_dir: str, tag: str) -> None:
         """Let the file ``latest`` name the tag: on rank 0, at once or not at all. A collective."""

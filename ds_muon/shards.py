@@ -175,7 +175,8 @@ class Shards:
                 "world size, param groups, zero_optimization.round_robin_gradients and parameter_alignment that it was "
                 "saved with; load it so, and save it again, or convert it by ds-muon migrate"
             )
-        return {**ours, "rank": k}
+        # Its own order of outputs it does not say.
+        return {**ours, "rank": k, "outputs": {}}
 
     def check_weights(self, save: Save | None) -> None:
         """Refuse a file of the model's weights that is not of the save of the shards.

@@ -168,7 +168,7 @@ def bad_updates(zero: MuonZeroOptimizer, gradients: Sequence[Tensor], findings: 
     everywhere = [of_group for of_rank in gather(found, zero.dp_process_group) for of_group in of_rank]
     bad = {name for of_updates, _ in everywhere for name in of_updates}
     bad_momentum = {name for _, of_momentum in everywhere for name in of_momentum}
-    first, *others = [unit for unit in zero.plan.units if unit.name in bad]
+    (unit, first), *others = [(unit, each) for unit in zero.plan.units for each in unit.matrices if each.name in bad]
     settings = zero.newton_schulz
     what = (
         f"the update of {printable(first.name)} ({first.rows} x {first.cols}) is not finite in step {zero.steps} "
@@ -178,6 +178,6 @@ def bad_updates(zero: MuonZeroOptimizer, gradients: Sequence[Tensor], findings: 
     if first.name in bad_momentum:
         return f"{what}: its momentum is not finite"
     return (
-        f"{what}: Newton-Schulz on rank {first.owner}, {settings.backend} backend, "
-        f"{name_of(settings.dtype)}, {settings.form(*first.piece.shapes()[0])} form"
+        f"{what}: Newton-Schulz on rank {unit.owner}, {settings.backend} backend, "
+        f"{name_of(settings.dtype)}, {settings.form(first.rows, first.cols)} form"
     )

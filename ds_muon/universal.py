@@ -35,6 +35,8 @@ from ds_muon.text import count
 
 LATEST = "latest_universal"
 """File beside the tags that names the newest one in this layout, as ``latest`` names the newest of all."""
+FOLDERS = ("zero", "ds_muon")
+"""Those in the folder of a tag: see above."""
 OPTIMIZER_FILE = Path("zero", "optimizer_state.pt")
 CONTENT = "ds_muon_universal"
 """Key in ``OPTIMIZER_FILE``: a ``Content``, as a dict."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from ds_muon.blocks import BlocksError, Rule, described, matrices, pieces
 from ds_muon.config import DSMuonConfig, DSMuonConfigError
-from ds_muon.layout import Layout
+from ds_muon.layout import Layout, order_of_outputs, outputs
 from ds_muon.routing import Route, RoutingError, route
 from tests.unit.support.modules import VOCAB, Holder, linear, raw
 
@@ -90,6 +91,35 @@ def test_the_matrices_are_those_of_a_naive_split_and_all_of_the_tensor(case):
     assert matrices(made) == len(read) and described(made)
 
 
+def splits_of_six() -> list[Rule]:
+    sizes = [(6,), (2, 4), (4, 2), (3, 3), (2, 2, 2), (1, 2), (2, 1), (1, 1)]
+    rules = [Rule(split, axis) for split in (1, 2, 3, *sizes[:5]) for axis in ("out", "in")]
+    return rules + [Rule(split, axis, interleaved=True) for split in (2, 3, *sizes[5:]) for axis in ("out", "in")]
+
+
+@pytest.mark.parametrize("stack", [(), (2,)])
+def test_tensors_of_one_shape_and_order_have_the_same_outputs(stack: tuple[int, ...]) -> None:
+    tensor = torch.arange(torch.Size((*stack, 6, 6)).numel()).view(*stack, 6, 6)
+    orders: dict[tuple[int, str], list[list[int]]] = {}
+    for rule, layout in itertools.product(splits_of_six(), ("out_in", "in_out")):
+        made = pieces(tuple(tensor.shape), rule, layout)
+        rows = [r for m in naive(tensor, rule, layout).values() for r in (m if layout == "out_in" else m.T).tolist()]
+        assert outputs(made, layout) == len(rows)
+        same = orders.setdefault((len(rows), order_of_outputs(made, layout)), rows)
+        assert same == rows, (rule, layout)
+
+
+def test_an_order_of_outputs_is_said_in_words() -> None:
+    def order(rule: Rule, layout: Layout) -> str:
+        return order_of_outputs(pieces((2, 6, 6), rule, layout), layout)
+
+    assert order(Rule(), "out_in") == order(Rule(3), "out_in") == "stored out_in"
+    assert order(Rule(), "in_out") == order(Rule((2, 4)), "in_out") == "stored in_out"
+    assert order(Rule((2, 4), "in"), "out_in") == "stored out_in; inputs 0:2, 2:6"
+    assert order(Rule((2, 4), "in"), "in_out") == "stored in_out; inputs in runs of 2, 4"
+    assert order(Rule((1, 2), interleaved=True), "out_in") == "stored out_in; outputs 0:1 of every 3, 1:3 of every 3"
+
+
 @pytest.mark.parametrize("layout", ["out_in", "in_out"])
 @pytest.mark.parametrize("axis", ["out", "in"])
 def test_blocks_that_lie_together_are_pieces_of_their_own(axis, layout):
@@ -106,7 +136,11 @@ def test_blocks_that_lie_together_are_pieces_of_their_own(axis, layout):
         ((12, 8), Rule(5), r'5 parts, which do not divide the 12 features of axis "out"; such as 3, 4, 6'),
         ((12, 8), Rule(3, "in"), r'3 parts, which do not divide the 8 features of axis "in"; .*2, 4'),
         ((12, 8), Rule((4, 4)), r"sum to 8, not to the 12 features.*give sizes that sum to 12"),
-        ((12, 8), Rule((4, 1, 7)), r"a matrix of 1 x 8"),
+        (
+            (12, 8),
+            Rule((4, 1, 7)),
+            r"a matrix of 1 x 8.*give every part at least 2 features, or leave the tensor whole",
+        ),
         ((12, 8), Rule(8, "in"), r"a matrix of 12 x 1"),
         ((12, 8), Rule(12, interleaved=True), r"a matrix of 1 x 8"),
         ((12, 8), Rule(5, interleaved=True), r"5 parts"),

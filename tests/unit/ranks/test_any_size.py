@@ -17,6 +17,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ds_muon.cli import main
+from ds_muon.shards import description
 from tests.unit.ranks.test_checkpoint import Layers, assert_same, everything
 from tests.unit.support.cases import pairwise
 from tests.unit.support.models import PrescribedGradients, ds_config, start, start_groups, train_step, variances
@@ -559,6 +561,53 @@ def test_checkpoints_of_early_versions_load_in_the_layout_that_saved_them(tmp_pa
     say_no_save(tmp_path / "without a number")
     for usual, *early in run_ranks(3, load_early, str(tmp_path)):
         assert_same(early, [usual, usual])
+
+
+def normuon_by(rule: dict[str, Any]) -> dict[str, Any]:
+    return ds_config({"variant": "normuon", "muon_blocks": {"b.weight": rule}}, dtype="bfloat16")
+
+
+def save_without_orders(folder: str) -> None:
+    """What a version without ``muon_blocks`` saved: shards that say nothing of the order of outputs."""
+
+    def unsaid(*args: Any) -> dict[str, Any]:
+        return {key: value for key, value in description(*args).items() if key != "outputs"}
+
+    engine = start(Layers(), normuon_by({}))
+    train_step(engine, torch.ones(4, 16, device=engine.device, dtype=torch.bfloat16))
+    with mock.patch("ds_muon.zero_base.description", unsaid):
+        engine.save_checkpoint(folder, tag="early")
+    engine.destroy()
+
+
+def load_early_by_blocks(folder: str, rules: list[dict[str, Any]]) -> list[str]:
+    """What is said under each rule for ``b.weight``: "" where the checkpoint is loaded."""
+    said = []
+    for rule in rules:
+        engine = start(Layers(), normuon_by(rule))
+        before = by_name(engine)
+        try:
+            engine.load_checkpoint(folder)
+            said.append("")
+        except (ValueError, RuntimeError) as error:
+            said.append(str(error))
+            assert_same(by_name(engine), before)
+        engine.destroy()
+    return said
+
+
+@pytest.mark.parametrize(("how", "ranks"), [("described", 2), ("not described", 3), ("migrated", 2)])
+def test_moments_of_an_early_version_are_those_of_whole_tensors(tmp_path: Path, how: str, ranks: int) -> None:
+    folder = tmp_path / "run"
+    run_ranks(3, save_without_orders, str(folder))
+    if how != "described":
+        forget(folder / "early")
+    if how == "migrated":
+        folder = tmp_path / "out"
+        assert main(["migrate", str(tmp_path / "run"), str(folder)]) == 0
+    rules: list[dict[str, Any]] = [{"split": 2}, {"split": 2, "interleaved": True}, {"split": 2, "axis": "in"}]
+    for rows, *others in run_ranks(ranks, load_early_by_blocks, str(folder), rules):
+        assert not rows and all("'b.weight' has other outputs there" in said for said in others), (rows, others)
 
 
 def load_clipped(folder: str) -> str:

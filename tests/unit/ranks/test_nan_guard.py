@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
@@ -43,6 +44,25 @@ def test_skip_moves_nothing_but_the_momentum(case: tuple[int, tuple[int, int]], 
     name = f"p{SHAPES.index(shape)} ({shape[0]} x {shape[1]})"
     assert name in warning and "in step 2" in warning and "faulty backend, float" in warning
     assert all(found["warnings"] == [] for found in ranks[1:])
+
+
+@pytest.mark.parametrize(
+    ("rule", "shape", "said"),
+    [
+        (
+            {"split": [8, 12], "axis": "in"},
+            (30, 12),
+            r"p0\[1\] \(30 x 12\) is not finite in step 2 since start: Newton-Schulz on",
+        ),
+        ({"split": 2, "axis": "in"}, (30, 10), r"p0\[0\] \(30 x 10\) .* nor those of 1 more matrix: "),
+        ({"split": 3, "interleaved": True}, (10, 20), r"p0\[0\] \(10 x 20\) .* nor those of 2 more matrices: "),
+    ],
+)
+def test_a_bad_block_is_named(rule: dict[str, Any], shape: tuple[int, int], said: str) -> None:
+    config = ds_config({"nan_guard": "skip", "muon_blocks": {"p0": rule}})
+    found, _ = run_ranks(2, bad_second_step, config, shape, timeout=SECONDS)
+    (warning,) = found["warnings"]
+    assert re.search(said, warning), warning
 
 
 def three_steps(config: dict[str, Any], shape: tuple[int, int] | None) -> dict[str, Tensor]:

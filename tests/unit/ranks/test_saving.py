@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import math
 import os
 import random
@@ -18,7 +19,9 @@ from unittest import mock
 
 import pytest
 import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
+from ds_muon.cli import main
 from tests.unit.ranks.test_any_size import by_name
 from tests.unit.ranks.test_checkpoint import Layers, assert_same
 from tests.unit.support.cases import full
@@ -132,6 +135,45 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_what_was_there(tm
     for said in run_ranks(2, fail_to_save, str(tmp_path)):
         for text, (*_, wanted) in zip(said, [failure for failure in FAILURES for _ in range(2)], strict=True):
             assert wanted in text
+
+
+def save_and_load(folder: str, dtype: str, *, save: bool) -> dict[str, Any]:
+    torch.manual_seed(3)
+    engine = start(Layers(), ds_config(dtype=dtype))
+    if save:
+        train_step(engine, torch.ones(4, 16, device=engine.device, dtype=getattr(torch, dtype)))
+        engine.save_checkpoint(folder, tag="same")
+    else:
+        engine.load_checkpoint(folder)
+    state = by_name(engine)
+    engine.destroy()
+    return state
+
+
+# Who saved the tag before, and who saves over it; what was there before is in the universal layout.
+@pytest.mark.parametrize(
+    ("ranks", "dtypes", "universal"),
+    [
+        ((3, 2), ("bfloat16", "bfloat16"), False),
+        ((2, 2), ("bfloat16", "float32"), False),
+        ((2, 2), ("float32",) * 2, True),
+    ],
+)
+def test_a_save_replaces_the_checkpoint_of_its_tag_whatever_that_was(
+    tmp_path: Path, ranks: tuple[int, int], dtypes: tuple[str, str], universal: bool
+) -> None:
+    folder = tmp_path / "saved"
+    run_ranks(ranks[0], functools.partial(save_and_load, save=True), str(folder), dtypes[0])
+    if universal:
+        assert main(["to-universal", str(folder), str(tmp_path / "universal")]) == 0
+        folder = tmp_path / "universal"
+    saved = run_ranks(ranks[1], functools.partial(save_and_load, save=True), str(folder), dtypes[1])[0]
+    assert len([*Path(folder, "same").iterdir()]) == 1 + ranks[1]
+    for dtype in dtypes:
+        loaded = run_ranks(1, functools.partial(save_and_load, save=False), str(folder), dtype)[0]
+        assert_same(loaded["weight"], saved["weight"])
+    weights = get_fp32_state_dict_from_zero_checkpoint(str(folder))
+    assert_same(dict(sorted(weights.items())), dict(sorted(saved["weight"].items())))
 
 
 def save_what_cannot_be_found(folder: str) -> list[str]:

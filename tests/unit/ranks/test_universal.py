@@ -22,6 +22,7 @@ from ds_muon.optimizer import DSMuon
 from ds_muon.shards import layout
 from tests.unit.ranks.test_any_size import (
     CONFIG,
+    IN_TURNS,
     KINDS,
     LAYOUTS,
     SCHEDULER,
@@ -31,6 +32,7 @@ from tests.unit.ranks.test_any_size import (
     Layers,
     by_name,
     forget,
+    load_by_other_blocks,
     run,
     save_layers,
     settings,
@@ -106,6 +108,14 @@ def test_a_run_goes_on_from_the_universal_layout_as_the_one_that_stayed(
         assert len(lines) == len(said) and all(map(str.__contains__, lines, said))
 
 
+def test_moments_of_other_outputs_are_refused_in_the_universal_layout_too(
+    saved: Callable[..., tuple[str, list[Any]]],
+) -> None:
+    folder, _ = saved(2, 1, "normuon, blocks", "float32", "float32", 2, "plain")
+    for said in run_ranks(2, load_by_other_blocks, folder, "normuon", IN_TURNS):
+        assert "'p2' has other outputs there" in said
+
+
 def run_kinds(folder: str, seed: int, how: dict[str, bool] | None, config: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(seed)
     engine = start(Kinds(), ds_config(dtype="bfloat16", **config))
@@ -129,6 +139,34 @@ def test_buffers_and_tied_frozen_and_empty_parameters_are_loaded(tmp_path: Path)
         now = run_ranks(1, run_kinds, folder, 2, how, UNIVERSAL)[0]
         assert_same(now["model"], then["model"])
         assert all(torch.equal(now["weight"][name], then["model"][name].float()) for name in now["weight"])
+
+
+def load_both_ways(folder: str) -> tuple[list[str], list[int]]:
+    """What is said of what is newer, and which step is loaded, by the universal layout's name and by the usual one."""
+    lines: list[str] = []
+    steps = []
+    for config in ({**CONFIG, **UNIVERSAL}, CONFIG):
+        engine = start(Layers(), config)
+        with mock.patch("ds_muon.registration.say", lines.append):
+            engine.load_checkpoint(folder)
+        steps.append(engine.global_steps)
+        if len(steps) == 1:
+            assert not lines
+            train_step(engine, torch.ones(4, 16, device=engine.device, dtype=torch.bfloat16))
+            engine.save_checkpoint(folder)
+            with mock.patch("ds_muon.registration.say", lines.append):
+                engine.load_checkpoint(folder)
+            steps.append(engine.global_steps)
+        engine.destroy()
+    return lines, steps
+
+
+def test_it_is_said_where_load_universal_passes_over_what_was_saved_last(tmp_path: Path) -> None:
+    run_ranks(3, save_layers, str(tmp_path / "run"))
+    folder = converted("to-universal", tmp_path / "run", tmp_path / "universal")
+    for lines, steps in run_ranks(2, load_both_ways, folder):
+        assert steps == [2, 2, 3]
+        assert len(lines) == 1 and "takes 'step2', which latest_universal names, and not 'global_step3'" in lines[0]
 
 
 def test_the_files_are_those_that_other_tools_read(saved: Callable[..., tuple[str, list[Any]]]) -> None:
