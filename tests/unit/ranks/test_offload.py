@@ -236,7 +236,7 @@ def load_and_run(config: dict[str, Any], folder: str) -> list[Any]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("how", [{}, {"include": BUT_THE_MODEL}])
-def test_states_that_were_away_come_back_to_where_they_were(dtype: str, how: dict[str, Any]) -> None:
+def test_states_that_were_away_come_back_to_where_they_were(how: dict[str, Any], dtype: str) -> None:
     config = ds_config(dtype=dtype, zero=ON_HOST)
     stayed, returned = (run_ranks(2, offload_and_reload, config, away)[0] for away in (None, how))
     assert_same(returned, stayed)
