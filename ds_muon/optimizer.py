@@ -69,7 +69,7 @@ class DSMuon(Optimizer):
             GroupRate(group["lr"], group["use_muon"], group.get("user_group", 0)) for group in self.param_groups
         )
         self._adamw: torch.optim.AdamW | None = None
-        self._where: dict[int, Where] = {}
+        self._where: dict[int, Where | None] = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Serves the constructor only.
@@ -144,13 +144,13 @@ class DSMuon(Optimizer):
                 return f"param group {group['name']!r} has momentum = {group['momentum']:g}: {problem}"
         return None
 
-    def advance_momentum_(self, group_index: int, gradient: Tensor, where: Where) -> None:
+    def advance_momentum_(self, group_index: int, gradient: Tensor, where: Where | None) -> None:
         """Advance the momentum of a Muon group by one averaged, unscaled gradient.
 
         Args:
             group_index: a Muon group.
             gradient: (partition_size,) fp32; overwritten with U.
-            where: which of the partition's matrices move: their momentum now, their weight in ``step``.
+            where: which of the partition's matrices move: their momentum now, their weight in ``step``. None for all.
         """
         self._where[group_index] = where
         group = self.param_groups[group_index]

@@ -246,7 +246,10 @@ class MuonZeroOptimizer(MuonZeroBase):
 
     def _updates(self, i: int, gradient: Tensor, moves: Tensor) -> Iterator[None]:
         group = self.muon_groups[i]
-        self.optimizer.advance_momentum_(i, gradient, group.where(gradient, moves.to(gradient.device)))
+        where = group.where(gradient, moves.to(gradient.device))
+        # On the host the flags can be looked at, so that no element need be.
+        everything = self.cpu_offload and bool(where.flags.all())
+        self.optimizer.advance_momentum_(i, gradient, None if everything else where)
         yield from group.updates(gradient, self.optimizer.row_variance(i), moves)
 
     @profiled("decide")

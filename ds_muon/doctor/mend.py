@@ -38,6 +38,12 @@ REMEDIES: dict[str, tuple[Change, ...]] = {
         Change((*_OFFLOAD, "device"), "cpu", "the offload that DSMuon has"),
         Change(_OFFLOAD, ABSENT, _MEMORY),
     ),
+    "zero_optimization.offload_optimizer.super_offload": (
+        Change((*_OFFLOAD, "super_offload"), ABSENT, "it replaces the optimizer of ZeRO-3"),
+    ),
+    "zero_optimization.compute_grad_norm": (
+        Change((*_ZERO, "compute_grad_norm"), ABSENT, "DeepSpeed does not take it with offload"),
+    ),
     "zero_optimization.zenflow": (
         Change((*_ZERO, "zenflow"), ABSENT, "it replaces the ZeRO optimizer that DSMuon extends"),
     ),

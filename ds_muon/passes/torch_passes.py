@@ -187,6 +187,4 @@ def _flags(where: Tensor | Where | None, start: int, chunk: Tensor) -> Tensor | 
     """The flags of the chunk from this element on: a scalar, or one for each element. None stands for true."""
     if not isinstance(where, Where):
         return where
-    if chunk.device.type == "cpu" and where.flags.all():  # on a GPU the host would wait
-        return None
     return where.of_elements(start, start + chunk.numel()) if len(where.segments) else None

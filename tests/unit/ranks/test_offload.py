@@ -22,7 +22,7 @@ from ds_muon.orthogonalize import NewtonSchulz
 from ds_muon.replay import read_capture
 from tests.unit.ranks.test_any_size import by_name, run
 from tests.unit.ranks.test_any_size import settings as any_settings
-from tests.unit.ranks.test_around_engine import offload_and_reload
+from tests.unit.ranks.test_around_engine import BUT_THE_MODEL, offload_and_reload
 from tests.unit.ranks.test_capture_in_a_step import captured_step
 from tests.unit.ranks.test_without_gradient import Sometimes
 from tests.unit.support.bad_steps import STRADDLING, WHOLE, bad_second_step
@@ -235,9 +235,10 @@ def load_and_run(config: dict[str, Any], folder: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_states_that_were_away_come_back_to_where_they_were(dtype: str) -> None:
+@pytest.mark.parametrize("how", [{}, {"include": BUT_THE_MODEL}])
+def test_states_that_were_away_come_back_to_where_they_were(how: dict[str, Any], dtype: str) -> None:
     config = ds_config(dtype=dtype, zero=ON_HOST)
-    stayed, returned = (run_ranks(2, offload_and_reload, config, away)[0] for away in (None, {}))
+    stayed, returned = (run_ranks(2, offload_and_reload, config, away)[0] for away in (None, how))
     assert_same(returned, stayed)
     assert returned["linked"] and returned["bound"]
 
