@@ -66,7 +66,7 @@ def convert(source: Ordinary, out: Path) -> Converted:
             _save({PARAM: tensor, "cat_dim": 0, CONVERSION: number}, file_of(folder, name, key))
             del tensor
         if (step := source.step(param.group)) is not None and "exp_avg" in files:
-            _save(torch.tensor(step, dtype=torch.float32), folder / "zero" / name / "step.pt")
+            _save(torch.tensor(step, dtype=torch.float32, device="cpu"), folder / "zero" / name / "step.pt")
         params[name] = (param.shape, param.group, files)
         done.elements[name] = math.prod(param.shape)
         done.with_state.setdefault(_kind(files), []).append(name)
@@ -116,8 +116,8 @@ def _state(source: Ordinary, name: str, key: str, done: Converted) -> Tensor | N
 
 
 def _save(contents: Any, path: Path) -> None:
-    with writing(path) as stream:
-        torch.save(contents, stream)
+    with writing(path) as file:
+        torch.save(contents, file)
 
 
 def _save_the_untrained(source: Ordinary, folder: Path, number: str) -> None:

@@ -167,7 +167,9 @@ class Ordinary:
         """The slices of a parameter, in new memory; ``flat`` gives the partition of a rank and param group."""
         param = self.params[name]
         held = [flat(s.rank, param.group).narrow(0, s.offset, s.numel) for s in param.slices]
-        return torch.cat(held).view(param.shape) if held else torch.zeros(param.shape, device="cpu")
+        return (
+            torch.cat(held).view(param.shape) if held else torch.zeros(param.shape, dtype=torch.float32, device="cpu")
+        )
 
     def step(self, group: int) -> float | None:
         """Steps of Adam that a group has behind it."""

@@ -92,7 +92,7 @@ class FoundUniversal(Found):
         """A stretch of the optimizer's state: (numel,). Zeros where another optimizer had no such state."""
         tensor = self.tensors[stretch.saved_group].get(key)
         if tensor is None:
-            return torch.zeros(stretch.numel, device="cpu")
+            return torch.zeros(stretch.numel, dtype=torch.float32, device="cpu")
         return tensor.view(-1).narrow(0, stretch.saved_offset, stretch.numel)
 
 

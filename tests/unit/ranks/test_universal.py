@@ -56,6 +56,8 @@ pytestmark = pytest.mark.ranks
 UNIVERSAL = {"checkpoint": {"load_universal": True}}
 MUONS = [f"p{i}" for i in range(6)]
 ADAMWS = ["p6", "p7"]
+# Of models that other optimizers have trained: with a matrix in place of the stack, which they do not take apart.
+OTHERS = [(7, 13) if len(shape) == 3 else shape for shape in SHAPES]
 
 
 def converted(command: str, source: str | Path, out: str | Path) -> str:
@@ -286,9 +288,9 @@ def config_of(optimizer: dict[str, Any] | None, dtype: str, stage: int, **top: A
 
 def train_another(config: dict[str, Any], groups: int, folder: str, steps: int = 3) -> dict[str, Any]:
     """Steps with another optimizer; its fp32 weights, and moments of what has any."""
-    engine = start_groups(SHAPES, config, groups)
+    engine = start_groups(OTHERS, config, groups)
     for step in range(steps):
-        train_step(engine, exact_gradients(SHAPES, step, engine.device))
+        train_step(engine, exact_gradients(OTHERS, step, engine.device))
     engine.save_checkpoint(folder)
     zero = engine.optimizer
     flats = zero.single_partition_of_fp32_groups
@@ -304,13 +306,13 @@ def train_another(config: dict[str, Any], groups: int, folder: str, steps: int =
 
 def load_another(config: dict[str, Any], groups: int, folder: str) -> tuple[dict[str, Any], list[str], Any]:
     """What a run with DSMuon has loaded over steps of its own, what it says, and that it goes on."""
-    engine = start_groups(SHAPES, config, groups)
-    train_step(engine, exact_gradients(SHAPES, 9, engine.device))
+    engine = start_groups(OTHERS, config, groups)
+    train_step(engine, exact_gradients(OTHERS, 9, engine.device))
     lines: list[str] = []
     with mock.patch("ds_muon.universal.say", lines.append):
         engine.load_checkpoint(folder)
     found = by_name(engine)
-    train_step(engine, exact_gradients(SHAPES, 3, engine.device))
+    train_step(engine, exact_gradients(OTHERS, 3, engine.device))
     finite = all(bool(p.isfinite().all()) for p in engine.module.parameters())
     engine.destroy()
     return found, lines, finite
@@ -398,10 +400,10 @@ def test_the_momentum_of_deepspeeds_muon_is_taken_over_where_it_is_the_same_quan
 
 def averages(momentum: float, steps: int) -> dict[str, torch.Tensor]:
     """Exponential averages of the gradients of those steps."""
-    found = {name: torch.zeros(SHAPES[i]) for i, name in enumerate(MUONS)}
+    found = {name: torch.zeros(OTHERS[i]) for i, name in enumerate(MUONS)}
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
-        gradients = [torch.randint(-64, 65, shape, generator=generator) / 1024.0 for shape in SHAPES]
+        gradients = [torch.randint(-64, 65, shape, generator=generator) / 1024.0 for shape in OTHERS]
         for name, gradient in zip(MUONS, gradients, strict=False):
             found[name].lerp_(gradient, 1 - momentum)
     return found
@@ -492,14 +494,14 @@ SCHEDULERS = {
 def rates_after(name: str, optimizer: dict[str, Any] | None, steps: int, load: str | None, save: str | None) -> list:
     """Rates of p0 and p7 in each of those steps, after what is loaded."""
     config = ds_config(**({} if optimizer is None else {"optimizer": optimizer}))
-    model = PrescribedGradients(SHAPES)
+    model = PrescribedGradients(OTHERS)
     engine = start(model, config, lr_scheduler=SCHEDULERS[name], model_parameters=list(model.parameters()))
     if load:
         engine.load_checkpoint(load)
     rates = []
     for step in range(steps):
         rates.append([group["lr"] for group in engine.optimizer.param_groups])
-        train_step(engine, exact_gradients(SHAPES, step, engine.device))
+        train_step(engine, exact_gradients(OTHERS, step, engine.device))
     if save:
         engine.save_checkpoint(save)
     engine.destroy()
