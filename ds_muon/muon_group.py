@@ -308,6 +308,7 @@ class _Copies:
 
     def __init__(self) -> None:
         self._of_units: dict[int, Sequence[Tensor]] = {}
+        self._stacks: dict[int, Tensor] = {}
 
     def of(self, matrix: Matrix, unit: Tensor) -> Tensor:
         """The matrix, (rows, cols), contiguous."""
@@ -316,7 +317,9 @@ class _Copies:
             if even is None:
                 self._of_units[id(unit)] = [piece.matrix(unit, number) for number in range(len(piece.strips))]
             else:
-                self._of_units[id(unit)] = even.contiguous().view(-1, matrix.rows, matrix.cols).unbind()
+                stack = even.contiguous()
+                self._stacks[id(unit)] = stack
+                self._of_units[id(unit)] = stack.view(-1, matrix.rows, matrix.cols).unbind()
         return self._of_units[id(unit)][matrix.number]
 
     def put_back(self, matrices: _Batch) -> None:
@@ -329,7 +332,7 @@ class _Copies:
             (first, unit), copies = strips[0], self._of_units[key]
             even = first.piece.stacked(unit) if len(strips) == len(copies) else None
             if even is not None:
-                even.copy_(torch.stack(list(copies)).view(even.shape))
+                even.copy_(self._stacks[key])
                 continue
             for matrix, _ in strips:
                 matrix.piece.store(copies[matrix.number], unit, matrix.number)

@@ -98,7 +98,7 @@ FAULTS = (
     Fault("muon_group", "            self.row_variance.agree()\n", "            pass\n", NORMUON),
     Fault("muon_group", "        del gathering, gathered, inputs, batches  # frees the gathered matrices\n", "", GROUP),
     Fault("muon_group", "(turn, turn - 1, turn - 2)", "(turn, turn - 1, turn - 1)", GROUP),
-    Fault("muon_group", "even.copy_(torch.stack(list(copies)).view(even.shape))", "pass", BLOCKS),
+    Fault("muon_group", "even.copy_(self._stacks[key])", "pass", BLOCKS),
     Fault("muon_group", "matrix.piece.store(copies[matrix.number], unit, matrix.number)", "pass", BLOCKS),
     Fault("layout", "permute(2, 0, 1, 3)", "permute(2, 0, 3, 1)", BLOCKS),
     Fault("passes/segments", "table.append((part.start - part.offset,", "table.append((part.start,", BLOCKS),
