@@ -11,6 +11,7 @@ from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from torch import Tensor
 
 from ds_muon.checkpoint import Found
+from ds_muon.failure import Failure
 from ds_muon.muon_group import MuonGroup
 from ds_muon.optimizer import CUT_STATE
 from ds_muon.progress import Progress
@@ -24,10 +25,12 @@ class MuonZeroBase(OffloadZero):
 
     Attributes:
         muon_groups: one per Muon param group, which are the first ones.
+        failure: what has failed in this rank's part of a step.
         save: the ``save_checkpoint`` under way, which shards name. ``registration`` sets it; else None.
     """
 
     muon_groups: list[MuonGroup]
+    failure: Failure
     save: Save | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -128,7 +131,13 @@ class MuonZeroBase(OffloadZero):
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """DeepSpeed's own, with the ``layout`` and a ``description`` of what lies in it."""
+        """DeepSpeed's own, with the ``layout`` and a ``description`` of what lies in it.
+
+        Raises:
+            RuntimeError: this rank has failed in the last step, while it committed.
+        """
+        if self.failure.error is not None:
+            raise RuntimeError(f"nothing is saved: {self.failure}") from self.failure.error
         state: dict[str, Any] = super().state_dict()
         return {**state, LAYOUT: layout(self), SHARD: description(self, self.save)}
 
@@ -151,6 +160,7 @@ class MuonZeroBase(OffloadZero):
             found: from ``check_before_loading``.
             from_fp32_weights: whether to load the fp32 weights; else they are made from the weights that the model has.
         """
+        self.failure.clear()
         self._wait_for_offload_copies()
         same_dtype = found.is_of_dtype(self.bit16_groups_flat[0].dtype)
         scaler = (LOSS_SCALER, "dynamic_loss_scale")
