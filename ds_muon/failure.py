@@ -20,12 +20,16 @@ from ds_muon.say import log
 _UNMOVED = "Nothing has moved on any rank"
 _STAGED = "No weight has moved on any rank, but momentum may have: load a checkpoint before you go on"
 _TORN = "Its weights may have moved in part: load a checkpoint"
-AFTERMATH = {"take_gradients": _UNMOVED, "measure": _UNMOVED, "stage": _STAGED, "decide": _STAGED, "commit": _TORN}
-"""By the phase of a step that has failed on a rank."""
+_HALF = "Its weights and state are old in part, and new in part: load a checkpoint"
+AFTERMATH = {
+    **{"take_gradients": _UNMOVED, "measure": _UNMOVED, "stage": _STAGED, "decide": _STAGED, "commit": _TORN},
+    "load_checkpoint": _HALF,
+}
+"""By what has failed on a rank: a phase of a step, or a load."""
 
 
 class Failure:
-    """The first error of this rank in a step, held until all ranks stop.
+    """The first error of this rank in a step, or a load, held until all ranks stop.
 
     A rank alone holds nothing: its error is raised where it occurs.
 
@@ -57,8 +61,8 @@ class Failure:
             if self.error is None:
                 self.error = error
                 if not isinstance(error, DSMuonRefusal):
-                    self._about = f". In {phase} of step {self.step} since start, {_place(error)}. {AFTERMATH[phase]}"
-                    log(f"rank {dist.get_rank(self._process_group)} has failed: {self}")
+                    self._about = f". In {phase}, step {self.step} since start, at {_place(error)}. {AFTERMATH[phase]}"
+                    log(f"an error on rank {dist.get_rank(self._process_group)}: {self}")
 
     def __str__(self) -> str:
         return f"{type(self.error).__name__}: {self.error}{self._about}"

@@ -159,9 +159,27 @@ class MuonZeroBase(OffloadZero):
         Args:
             found: from ``check_before_loading``.
             from_fp32_weights: whether to load the fp32 weights; else they are made from the weights that the model has.
+
+        Raises:
+            Exception: a rank could not read what it will hold. The others raise a ``RuntimeError`` that quotes it.
         """
         self.failure.clear()
         self._wait_for_offload_copies()
+        with self.failure.held("load_checkpoint"):
+            self._read(found, from_fp32_weights)
+        self.failure.raise_on_all()
+        if from_fp32_weights and not found.is_of_dtype(self.bit16_groups_flat[0].dtype):
+            # The engine has loaded weights that were rounded to another dtype.
+            self.update_lp_params()
+            self._bind_model()
+        elif from_fp32_weights:
+            self._bind_model(keep=True)
+        else:
+            self._restore_from_bit16_weights()
+        self._link_all_hp_params()
+        self._link_optimizer_state()
+
+    def _read(self, found: Found, from_fp32_weights: bool) -> None:
         same_dtype = found.is_of_dtype(self.bit16_groups_flat[0].dtype)
         scaler = (LOSS_SCALER, "dynamic_loss_scale")
         self._load_global_state({k: v for k, v in found.whole.items() if same_dtype or k not in scaler})
@@ -186,16 +204,6 @@ class MuonZeroBase(OffloadZero):
             if variance is not None and group.row_variance is not None:
                 for name, _ in self._shapes(i):
                     group.row_variance.of_tensor(variance, name).copy_(found.row_variance(name))
-        if from_fp32_weights and not same_dtype:
-            # The engine has loaded weights that were rounded to another dtype.
-            self.update_lp_params()
-            self._bind_model()
-        elif from_fp32_weights:
-            self._bind_model(keep=True)
-        else:
-            self._restore_from_bit16_weights()
-        self._link_all_hp_params()
-        self._link_optimizer_state()
 
     def _restore_from_bit16_weights(self) -> None:
         """DeepSpeed's own, from the weights that the model holds, wherever a script has put them."""

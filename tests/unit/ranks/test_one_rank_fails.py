@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,65 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.unit.support.bad_steps import model_matches
-from tests.unit.support.cases import in_turns
+from tests.unit.support.cases import full, in_turns
+from tests.unit.support.drills import COMMIT, MOMENTUM, PLACES, fail_at, gradients_of, killed, load_after
 from tests.unit.support.models import ds_config, full_momentum, full_weights, start_groups, train_step
-from tests.unit.support.ranks import run_ranks
+from tests.unit.support.ranks import RankFailure, run_ranks
 from tests.unit.support.steps import SHAPES, exact_gradients, state_by_key
 
 pytestmark = pytest.mark.ranks
-
-# Where a rank fails: the phase, the call of it, and of what. The model has two param groups of Muon, two of AdamW.
-Where = Callable[[Any], tuple[Any, str]]
-PLACES: dict[str, tuple[str, int, Where]] = {
-    "the first flatten": ("take_gradients", 1, lambda zero: (zero, "_take_gradient")),
-    "the last flatten": ("take_gradients", 4, lambda zero: (zero, "_take_gradient")),
-    "the squares": ("measure", 1, lambda zero: (zero.muon_groups[1], "squares")),
-    "the momentum": ("stage", 1, lambda zero: (zero.optimizer, "advance_momentum_")),
-    "the momentum of the last group": ("stage", 2, lambda zero: (zero.optimizer, "advance_momentum_")),
-    "U of the first group": ("stage", 1, lambda zero: (zero.muon_groups[0].exchange, "gather")),
-    "U of the last group": ("stage", 1, lambda zero: (zero.muon_groups[1].exchange, "gather")),
-    "a batch": ("stage", 1, lambda zero: (zero.muon_groups[0], "orthogonalize")),
-    "O of the first group": ("stage", 1, lambda zero: (zero.muon_groups[0].exchange, "scatter")),
-    "O of the last group": ("stage", 1, lambda zero: (zero.muon_groups[1].exchange, "scatter")),
-    "what comes back": ("stage", 1, lambda zero: (zero.muon_groups[0], "_scale_travellers")),
-}
-COMMIT: dict[str, tuple[str, int, Where]] = {
-    "AdamW": ("commit", 1, lambda zero: (zero.optimizer._adamw, "step")),
-    "the variances": ("commit", 1, lambda zero: (zero.muon_groups[1], "commit")),
-}
-MOMENTUM = {place for place in PLACES if "momentum" in place}
-
-
-class NoMemory(RuntimeError):
-    """Stands for torch's own, which a CPU does not raise."""
-
-
-def fail_at(place: str, engine: Any, bad_rank: int, do: Callable[[], object]) -> str:
-    """What ``do`` raises here if ``bad_rank`` fails at a place, and no other rank fails."""
-    _, number, where = {**PLACES, **COMMIT}[place]
-    target, method = where(engine.optimizer)
-    original, calls = getattr(target, method), []
-
-    def fails(*args: Any, **kwargs: Any) -> Any:
-        calls.append(method)
-        if len(calls) == number:
-            raise NoMemory(f"none for {place}")
-        return original(*args, **kwargs)
-
-    raised = "nothing"
-    with ExitStack() as stack:
-        if dist.get_rank() == bad_rank:
-            stack.enter_context(mock.patch.object(target, method, fails))
-        try:
-            do()
-        except Exception as error:
-            raised = f"{type(error).__name__}: {error}"
-    assert dist.get_rank() != bad_rank or len(calls) >= number, f"{place} was not reached"
-    return raised
-
-
-def gradients_of(engine: Any, step: int) -> list[Tensor]:
-    return exact_gradients(SHAPES, step, engine.device)
 
 
 def fail_everywhere(config: dict[str, Any], bad_rank: int) -> dict[str, str]:
@@ -124,15 +69,13 @@ def test_a_rank_that_fails_before_the_commit_stops_all_and_no_weight_moves(
     for number, (place, (phase, _, _)) in enumerate(PLACES.items(), start=1):
         error, quoted = ranks[bad_rank][place], ranks[1 - bad_rank][place]
         assert error == f"NoMemory: none for {place}"
-        assert quoted.startswith(
-            f"RuntimeError: rank {bad_rank} stopped, and this rank with it. {error}. In {phase} of "
-        )
-        assert f" step {2 * number} since start" in quoted
+        assert quoted.startswith(f"RuntimeError: rank {bad_rank} stopped, and this rank with it. {error}. In {phase}, ")
+        assert f", step {2 * number} since start" in quoted
         assert (". Nothing has moved on any rank" in quoted) == (phase in ("take_gradients", "measure"))
 
 
 def fail_in_commit(config: dict[str, Any], place: str, folder: str) -> list[str]:
-    """What is raised by a step that fails on rank 1 as it commits; by a save; by the next step."""
+    """What is raised by a step that fails on rank 1 as it commits; by a save, the next step, and a failing load."""
     engine = start_groups(SHAPES, config, groups=2)
     train_step(engine, gradients_of(engine, 0))
     engine.save_checkpoint(folder, tag="good")
@@ -149,6 +92,7 @@ def fail_in_commit(config: dict[str, Any], place: str, folder: str) -> list[str]
         except Exception as error:
             raised.append(f"{type(error).__name__}: {error}")
     assert fail_at(place, engine, 1, lambda: step(3)) == "nothing"
+    raised.append(fail_at("what a load has read", engine, 1, lambda: engine.load_checkpoint(folder)))
     engine.load_checkpoint(folder)
     assert all(torch.equal(weight, good[name]) for name, weight in full_weights(engine).items())
     step(4)
@@ -164,6 +108,20 @@ def test_a_rank_that_fails_in_its_commit_stops_all_in_the_next_step_and_before_a
     (first, *others), (second, *own) = run_ranks(2, fail_in_commit, config, place, str(tmp_path), timeout=60.0)
     assert first == second == "nothing"
     assert not (tmp_path / "torn").exists() or not list((tmp_path / "torn").iterdir())
+    error, quoted = own.pop(), others.pop()
+    assert error == "NoMemory: none for what a load has read" and f"{error}. In load_checkpoint, step" in quoted
     for quoted, error in zip(others, own, strict=True):
         assert f"NoMemory: none for {place}" in error and "rank 1" in quoted
-        assert f"none for {place}. In commit of step 2 since start" in quoted and "load a checkpoint" in quoted
+        assert f"none for {place}. In commit, step 2 since start" in quoted and "load a checkpoint" in quoted
+
+
+# ---- a rank that is gone --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moment", [full("take_gradients"), full("measure"), "stage", full("decide"), full("commit")])
+def test_a_rank_that_is_killed_ends_the_others_and_the_last_checkpoint_loads(moment: str, tmp_path: Path) -> None:
+    config = ds_config({"nan_guard": "skip"})
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(2, killed, config, moment, str(tmp_path), timeout=60.0)
+    assert failure.value.errors[1] == "the process died" and "hangs" not in failure.value.errors[0]
+    assert run_ranks(2, load_after, config, str(tmp_path), timeout=60.0) == [True, True]
