@@ -257,8 +257,9 @@ class MuonGroup:
         del rising, lifted, inputs, outputs  # memory of the accelerator
         yield  # O is on its way down
 
-        stored, *of_rows = falling.on_host() or [None]
+        arrived = falling.on_host()
         if not as_it_is:
+            stored, *of_rows = arrived
             store_updates(stored, units[:count], scale=scale, factors=of_rows[0] if of_rows else None)
             copies.put_back(batch[:count])
 

@@ -199,7 +199,7 @@ class HostPart:
         return torch.stack([size.to(self._device) for size in (*self._largest, *host)])
 
     def _offset(self, part: Tensor) -> int:
-        return part.storage_offset() - self._partition.storage_offset()
+        return int(part.storage_offset() - self._partition.storage_offset())
 
 
 def _cut(stretch: Stretch) -> Iterator[Stretch]:

@@ -257,7 +257,9 @@ class MuonZeroOptimizer(MuonZeroBase):
     @profiled("decide")
     def decide(self, gradients: Sequence[Tensor], verdict: Verdict) -> Findings:
         """Decide with all ranks whether to commit; the host waits. A collective if ``nan_guard`` is on."""
-        return self.guard.decide(verdict, [group.sizes(g) for group, g in zip(self.muon_groups, gradients, strict=False)])
+        return self.guard.decide(
+            verdict, [group.sizes(g) for group, g in zip(self.muon_groups, gradients, strict=False)]
+        )
 
     @profiled("commit")
     def commit(self, gradients: Sequence[Tensor], findings: Findings) -> None:
