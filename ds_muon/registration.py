@@ -12,6 +12,7 @@ import functools
 import glob
 import inspect
 import logging
+import math
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
@@ -346,9 +347,22 @@ def _configure_zero_optimizer(original: Callable[..., Any], engine: Any, optimiz
         from ds_muon.verify.in_training import TrainingCheck
 
         zero_optimizer.training_check = TrainingCheck(zero_optimizer, engine.module, every)
+    if every := _telemetry_every(engine, optimizer.config):
+        from ds_muon.telemetry import Telemetry
+
+        zero_optimizer.telemetry = Telemetry(zero_optimizer, engine, every)
     if dist.get_rank() == 0:
         log(zero_optimizer.plan.summary(), logging.INFO)
     return zero_optimizer
+
+
+def _telemetry_every(engine: Any, config: DSMuonConfig) -> int:
+    """How many steps lie between two that are observed; 0 for none. Rank 0's, which alone may have a monitor."""
+    every = config.telemetry_every
+    if every is None and engine.monitor.enabled:
+        of_engine = engine.steps_per_print()
+        every = int(of_engine) if of_engine and math.isfinite(of_engine) else 100  # Accelerate sets infinity
+    return gather(every or 0, None)[0]
 
 
 def _scheduler_from_config(original: Callable[..., Any], engine: Any, optimizer: Any) -> Any:
