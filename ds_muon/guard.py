@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -140,7 +140,7 @@ class StepGuard:
         moves = tuple(of_group.ne(0) & may_move for of_group in by_group[: len(muon)])
         return Verdict(squares, may_move, moves, for_host)
 
-    def decide(self, verdict: Verdict, updates: Sequence[Tensor]) -> Findings:
+    def decide(self, verdict: Verdict, updates: Iterable[Tensor]) -> Findings:
         """Whether to apply what is staged, the same on every rank. The only time in a step that the host waits.
 
         With ``nan_guard`` "off" it waits for the gradients' norms only, while the updates may still be computed. With
@@ -148,7 +148,8 @@ class StepGuard:
 
         Args:
             verdict: on the gradients.
-            updates: this rank's flat partition of each Muon group's update; not modified.
+            updates: of each Muon group, this rank's flat partition, or what is finite if it is; not modified. Looked at
+                with the guard on only.
         """
         found = float(FINITE)
         if self._nan_guard == "off":
@@ -162,7 +163,7 @@ class StepGuard:
 
 
 def agree_on_updates(
-    partitions: Sequence[Tensor],
+    partitions: Iterable[Tensor],
     captured: bool,
     process_group: dist.ProcessGroup | None,
     device: torch.device | None = None,

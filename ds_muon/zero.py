@@ -257,9 +257,8 @@ class MuonZeroOptimizer(MuonZeroBase):
     @profiled("decide")
     def decide(self, gradients: Sequence[Tensor], verdict: Verdict) -> Findings:
         """Decide with all ranks whether to commit; the host waits. A collective if ``nan_guard`` is on."""
-        return self.guard.decide(
-            verdict, [group.sizes(g) for group, g in zip(self.muon_groups, gradients, strict=False)]
-        )
+        updates = (group.sizes(g) for group, g in zip(self.muon_groups, gradients, strict=False))  # if it is asked for
+        return self.guard.decide(verdict, updates)
 
     @profiled("commit")
     def commit(self, gradients: Sequence[Tensor], findings: Findings) -> None:
