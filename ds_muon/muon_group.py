@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ds_muon.capture import NanCapture
 from ds_muon.exchange import Exchange, Transfer, result_dtype
+from ds_muon.failure import Failure
 from ds_muon.normuon import RowVariance
 from ds_muon.offload import STAGING_BYTES, Ferry, HostPart
 from ds_muon.orthogonalize import NewtonSchulz, batches, orthogonalize_batch
@@ -88,6 +89,7 @@ class MuonGroup:
         self._runs = _runs(self._whole)
         self._travelling = [(unit, held) for unit, held in self._held if unit.travels]
         self._order: tuple[_Indices, _Indices, _Indices] | None = None
+        self._met = 0  # collectives of this step that have begun
         self._scales: dict[str, Tensor] = {}
 
     def squares(self, partition: Tensor) -> Tensor:
@@ -109,6 +111,34 @@ class MuonGroup:
             parts = [Held(unit.piece, held.start, held.offset, held.numel) for unit, held in self._held]
             self._segments = Segments.of(parts, partition.numel(), partition.device)
         return self._segments
+
+    def in_any_case(
+        self, updates: Iterator[None], variance: Tensor | None, moves: Tensor, failure: Failure
+    ) -> Iterator[None]:
+        """``updates``, but all of its collectives take place, even if something raises, which ``failure`` then holds.
+
+        Args:
+            updates: of this group, perhaps with something before.
+            variance, moves: as ``updates`` takes them.
+            failure: of this rank.
+        """
+        self._met = 0
+        for turn in (1, 2, 3):
+            with failure.held("stage"):
+                next(updates, None)
+            while self._met < turn:
+                self._meet(variance, moves)
+            yield
+
+    def _meet(self, variance: Tensor | None, moves: Tensor) -> None:
+        """Begin the next collective of ``updates`` with nothing to give."""
+        self._met += 1
+        if self._met < 3:
+            dtype = torch.float32 if self._met == 1 else result_dtype(self._settings, normuon=variance is not None)
+            self.exchange.take_part(back=self._met == 2, dtype=dtype, device=moves.device)
+        elif self.row_variance is not None and variance is not None:
+            self.row_variance.begin(variance, moves)
+            self.row_variance.agree()
 
     def updates(
         self,
@@ -133,6 +163,7 @@ class MuonGroup:
             self.on_host = HostPart(partition, advance, self._ferry.device)
             self.on_host.advance([partition.narrow(0, held.offset, held.numel) for _, held in self._travelling])
         gathering = self.exchange.gather(partition)
+        self._met = 1
         if self.row_variance is not None and variance is not None:
             self.row_variance.begin(variance, moves)
         yield  # slices of U are on their way to the ranks that own their matrices
@@ -145,6 +176,7 @@ class MuonGroup:
         gathering.wait()
         batches = [([inputs[i] for i in indices], sum(i < len(whole) for i in indices)) for indices in together]
         returning = self._update_and_return(batches, partition, variance)
+        self._met = 2
         del gathering, gathered, inputs, batches  # frees the gathered matrices
         self._update([([whole[i] for i in indices], len(indices)) for indices in after], variance)
         yield  # slices of O are on their way to the ranks that hold them
@@ -152,6 +184,7 @@ class MuonGroup:
         returning.wait()
         if self.row_variance is not None:
             self.row_variance.agree()
+        self._met = 3
         self._scale_travellers(partition)
 
     def _inputs(self, partition: Tensor) -> list[tuple[Matrix, Tensor]]:
