@@ -222,6 +222,7 @@ class MuonZeroOptimizer(MuonZeroBase):
         """
         self._wait_for_offload_copies()
         self._arrived.clear()
+        self._sent.clear()
         groups = range(len(self.bit16_groups))
         try:
             return [self._take_gradient(i) for i in groups]
@@ -292,9 +293,8 @@ class MuonZeroOptimizer(MuonZeroBase):
     @profiled("decide")
     def decide(self, gradients: Sequence[Tensor], verdict: Verdict) -> Findings:
         """Decide with all ranks whether to commit; the host waits. A collective."""
-        return self.guard.decide(
-            verdict, [group.sizes(g) for group, g in zip(self.muon_groups, gradients, strict=False)]
-        )
+        updates = (group.sizes(g) for group, g in zip(self.muon_groups, gradients, strict=False))  # if it is asked for
+        return self.guard.decide(verdict, updates)
 
     @profiled("commit")
     def commit(self, gradients: Sequence[Tensor], findings: Findings) -> None:
