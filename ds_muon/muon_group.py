@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -13,7 +13,7 @@ from ds_muon.capture import NanCapture
 from ds_muon.exchange import Exchange, Transfer, result_dtype
 from ds_muon.failure import Failure
 from ds_muon.normuon import RowVariance
-from ds_muon.offload import STAGING_BYTES, Ferry
+from ds_muon.offload import STAGING_BYTES, Ferry, HostPart
 from ds_muon.orthogonalize import NewtonSchulz, batches, orthogonalize_batch
 from ds_muon.passes import Held, Segments, Where, rows_of, store_updates, sum_of_squares
 from ds_muon.plan.partition import GroupPlan, Matrix, Slice, Unit
@@ -82,6 +82,8 @@ class MuonGroup:
         self._adjust_lr_fn = adjust_lr_fn
         self._capture = capture
         self._ferry = ferry
+        self.on_host: HostPart | None = None
+        """What this step's updates have left in a partition on the host."""
         # Once, because a model may have thousands of experts.
         self._whole = [(unit, held) for unit, held in self._held if not unit.travels]
         self._runs = _runs(self._whole)
@@ -138,7 +140,13 @@ class MuonGroup:
             self.row_variance.begin(variance, moves)
             self.row_variance.agree()
 
-    def updates(self, partition: Tensor, variance: Tensor | None, moves: Tensor) -> Iterator[None]:
+    def updates(
+        self,
+        partition: Tensor,
+        variance: Tensor | None,
+        moves: Tensor,
+        advance: Callable[[int, int], None] | None = None,
+    ) -> Iterator[None]:
         """Overwrite U with the update ``s O`` in this rank's partition; padding stays zero. A collective.
 
         Yields twice, while slices travel: the work of another group can hide that, see ``in_turns``. With NorMuon,
@@ -148,7 +156,12 @@ class MuonGroup:
             partition: (partition_size,) fp32; not to be touched until this has ended.
             variance: (rows, 1) fp32, NorMuon's current state; not modified. None for plain Muon.
             moves: (matrices,) bool, whether each of the plan's matrices moves. If not, its U is zero.
+            advance: turns the gradient in ``partition`` into U, for so many elements from an offset on; needed on the
+                host, where ``on_host`` then has the updates.
         """
+        if advance is not None and self._ferry is not None:
+            self.on_host = HostPart(partition, advance, self._ferry.device)
+            self.on_host.advance([partition.narrow(0, held.offset, held.numel) for _, held in self._travelling])
         gathering = self.exchange.gather(partition)
         self._met = 1
         if self.row_variance is not None and variance is not None:
@@ -257,6 +270,8 @@ class MuonGroup:
         self, ferry: Ferry, batch: _Batch, count: int, variance: Tensor | None, results: dict[str, Tensor]
     ) -> Iterator[None]:
         """The same where U lies on the host, but for matrices that have travelled. In three turns."""
+        assert self.on_host is not None, "updates were given no way to advance the momentum"
+        self.on_host.advance([unit for _, unit in batch[:count]])
         copies = _Copies()
         units = [copies.of(m, unit) if m.piece.strips else unit for m, unit in batch]
         rising = ferry.up(units[:count])
@@ -266,26 +281,44 @@ class MuonGroup:
         inputs = [(matrix, u) for (matrix, _), u in zip(batch, lifted, strict=True)]
         outputs = self.orthogonalize(inputs)
         factors = self._factors(inputs, outputs, variance)
-        falling = ferry.down([outputs[:count]] if factors is None else [outputs[:count], factors[:count]])
+        scale = self._scale(batch[0][0])
+        if as_it_is := factors is None and not any(matrix.piece.strips for matrix, _ in batch[:count]):
+            falling = ferry.down([outputs[:count]], self.on_host.land(outputs[:count], units[:count], scale))
+        else:
+            falling = ferry.down([outputs[:count]] if factors is None else [outputs[:count], factors[:count]])
         results.update(_results(inputs[count:], outputs[count:], None if factors is None else factors[count:]))
         del rising, lifted, inputs, outputs  # memory of the accelerator
         yield  # O is on its way down
 
-        stored, *of_rows = falling.on_host()
-        scale = self._scale(batch[0][0])
-        store_updates(stored, units[:count], scale=scale, factors=of_rows[0] if of_rows else None)
-        copies.put_back(batch[:count])
+        arrived = falling.on_host()
+        if not as_it_is:
+            stored, *of_rows = arrived
+            store_updates(stored, units[:count], scale=scale, factors=of_rows[0] if of_rows else None)
+            copies.put_back(batch[:count])
 
     def commit(self, variance: Tensor | None) -> None:
         """Overwrite NorMuon's state with the staged variances."""
         if self.row_variance is not None and variance is not None:
             self.row_variance.commit(variance)
 
-    def nonfinite(self, partition: Tensor) -> list[str]:
-        """The matrices with a value in this rank's partition that is not finite. Blocks the host."""
+    def sizes(self, partition: Tensor) -> Tensor:
+        """What is finite exactly if all updates in this rank's partition are. On the host, a number of each batch."""
+        return partition if self.on_host is None else self.on_host.sizes()
+
+    def nonfinite(self, partition: Tensor | None) -> list[str]:
+        """The matrices with a value in this rank's partition that is not finite. Blocks the host.
+
+        Args:
+            partition: (partition_size,); None for the updates that are on the host.
+        """
         names: list[str] = []
         for unit, here in self._held:
-            bad = partition.narrow(0, here.offset, here.numel).isfinite().logical_not_()
+            if partition is not None:
+                values = partition.narrow(0, here.offset, here.numel)
+            else:
+                assert self.on_host is not None
+                values = self.on_host.of(here.offset, here.numel)
+            bad = values.isfinite().logical_not_()
             if bad.any():
                 elements = bad.nonzero().view(-1) + here.start
                 names += [unit.matrices[number].name for number in unit.piece.holding(elements)]

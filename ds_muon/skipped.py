@@ -164,7 +164,10 @@ def bad_updates(zero: MuonZeroOptimizer, gradients: Sequence[Tensor], findings: 
     found: list[tuple[list[str], list[str]]] = []
     with zero.failure.held("decide"):
         found = [
-            (group.nonfinite(gradients[i]), group.nonfinite(zero.optimizer.momentum_buffer(i)))
+            (
+                group.nonfinite(None if group.on_host else gradients[i]),
+                group.nonfinite(zero.optimizer.momentum_buffer(i)),
+            )
             for i, group in enumerate(zero.muon_groups)
         ]
     everywhere = [of_group for of_rank in gather(found, zero.dp_process_group) for of_group in of_rank]

@@ -10,7 +10,8 @@ queued without knowing the outcome. On a single rank with ``nan_guard`` "off" th
 ``commit`` is queued while Newton-Schulz still runs.
 
 With CPU offload the partitions are on the host, which then waits more often: for the gradients to come down, for the
-measures of all ranks before the momentum moves, and for every batch of O.
+measures of all ranks before the momentum moves, and for every batch of O. A batch's momentum advances just before its U
+goes up, and ``commit`` sends weights to the model while it computes others.
 
 What surrounds a step is in ``zero_base``: gradients as the reduction leaves them, the model's weights, checkpoints.
 
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +39,7 @@ from ds_muon.failure import Failure
 from ds_muon.guard import FAILED, Findings, StepGuard, Verdict
 from ds_muon.layout import outputs
 from ds_muon.muon_group import MuonGroup, in_turns
-from ds_muon.offload import Ferry
+from ds_muon.offload import Ferry, Stretch
 from ds_muon.optimizer import LARGEST_IN_LIST, DSMuon
 from ds_muon.orthogonalize import release
 from ds_muon.passes import sum_of_squares
@@ -276,15 +278,17 @@ class MuonZeroOptimizer(MuonZeroBase):
     def _updates(self, i: int, gradient: Tensor, moves: Tensor) -> Iterator[None]:
         group = self.muon_groups[i]
         where = group.where(gradient, moves.to(gradient.device))
-        # On the host the flags can be looked at, so that no element need be.
-        everything = self.cpu_offload and bool(where.flags.all())
-        self.optimizer.advance_momentum_(i, gradient, None if everything else where)
-        yield from group.updates(gradient, self.optimizer.row_variance(i), moves)
+        advance = partial(self.optimizer.advance_momentum_, i, gradient, where)
+        if not self.cpu_offload:
+            advance()
+        yield from group.updates(gradient, self.optimizer.row_variance(i), moves, advance if self.cpu_offload else None)
 
     @profiled("decide")
     def decide(self, gradients: Sequence[Tensor], verdict: Verdict) -> Findings:
         """Decide with all ranks whether to commit; the host waits. A collective."""
-        return self.guard.decide(verdict, gradients[: len(self.muon_groups)])
+        return self.guard.decide(
+            verdict, [group.sizes(g) for group, g in zip(self.muon_groups, gradients, strict=False)]
+        )
 
     @profiled("commit")
     def commit(self, gradients: Sequence[Tensor], findings: Findings) -> None:
@@ -297,12 +301,21 @@ class MuonZeroOptimizer(MuonZeroBase):
                 gradient.mul_(clip)
         for flat, gradient in zip(self.single_partition_of_fp32_groups, gradients, strict=True):
             flat.grad = gradient
-        self.optimizer.step()
-        if not self.cpu_offload:  # else it is the place for the next step's
+        if self.cpu_offload:  # .grad stays, as the place for the next step's
+            self.optimizer.step(staged=[self._sent_up(i) for i in range(len(self.muon_groups))])
+        else:
+            self.optimizer.step()
             for flat in self.single_partition_of_fp32_groups:
                 flat.grad = None
         for i, group in enumerate(self.muon_groups):
             group.commit(self.optimizer.row_variance(i))
+
+    def _sent_up(self, i: int) -> Iterator[Stretch]:
+        """The updates of a Muon group on the host. Weights that have moved go up while the next are computed."""
+        if (part := self.muon_groups[i].on_host) is not None:
+            for stretch in part.stretches():
+                yield stretch
+                self.send_up(i, stretch.offset + stretch.update.numel())
 
     def _adamw_clip(self, findings: Findings) -> float:
         if self.clip_grad <= 0:
