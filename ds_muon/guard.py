@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -147,7 +147,7 @@ class StepGuard:
         moves = tuple(of_group.ne(0) & may_move for of_group in by_group[: len(muon)])
         return Verdict(squares, may_move, moves, for_host)
 
-    def decide(self, verdict: Verdict, updates: Sequence[Tensor]) -> Findings:
+    def decide(self, verdict: Verdict, updates: Iterable[Tensor]) -> Findings:
         """Whether to apply what is staged, the same on every rank. The only time in a step that the host waits.
 
         A collective. A rank alone, with ``nan_guard`` "off", waits for the gradients' norms only, while the updates may
@@ -155,7 +155,8 @@ class StepGuard:
 
         Args:
             verdict: on the gradients.
-            updates: this rank's flat partition of each Muon group's update; not modified.
+            updates: of each Muon group, this rank's flat partition, or what is finite if it is; not modified. Looked at
+                with the guard on only.
         """
         found = float(FINITE)
         if self._nan_guard == "off" and self._failure.alone:

@@ -282,18 +282,16 @@ class MuonGroup:
         outputs = self.orthogonalize(inputs)
         factors = self._factors(inputs, outputs, variance)
         scale = self._scale(batch[0][0])
-        if as_it_is := factors is None and not any(matrix.piece.strips for matrix, _ in batch[:count]):
-            falling = ferry.down([outputs[:count]], self.on_host.land(outputs[:count], units[:count], scale))
-        else:
-            falling = ferry.down([outputs[:count]] if factors is None else [outputs[:count], factors[:count]])
+        here = outputs[:count] if factors is None else outputs[:count] * factors[:count]
+        in_strips = any(matrix.piece.strips for matrix, _ in batch[:count])
+        falling = ferry.down([here], None if in_strips else self.on_host.land(here, units[:count], scale))
         results.update(_results(inputs[count:], outputs[count:], None if factors is None else factors[count:]))
-        del rising, lifted, inputs, outputs  # memory of the accelerator
-        yield  # O is on its way down
+        del rising, lifted, inputs, outputs, here  # memory of the accelerator
+        yield  # the results are on their way down
 
         arrived = falling.on_host()
-        if not as_it_is:
-            stored, *of_rows = arrived
-            store_updates(stored, units[:count], scale=scale, factors=of_rows[0] if of_rows else None)
+        if in_strips:
+            store_updates(arrived[0], units[:count], scale=scale)
             copies.put_back(batch[:count])
 
     def commit(self, variance: Tensor | None) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -172,7 +173,7 @@ class HostPart:
             (rows, cols) for each unit, of the dtype of O.
         """
         if units:  # the largest of nothing is undefined
-            self._largest.append(torch.linalg.vector_norm(outputs, ord=float("inf")).double() * scale)
+            self._largest.append(torch.linalg.vector_norm(outputs, ord=float("inf")).float() * scale)
         places = [unit.view(-1).view(outputs.dtype)[: unit.numel()] for unit in units]
         for unit, place in zip(units, places, strict=True):
             offset = self._offset(unit)
@@ -181,29 +182,30 @@ class HostPart:
 
     def stretches(self) -> Iterator[Stretch]:
         """The whole partition, in order."""
-        end = 0
+        for offset, update, scale in sorted([*self._landed.values(), *self._between()], key=lambda part: part.offset):
+            starts = range(offset, offset + update.numel(), _AT_A_TIME)
+            yield from map(Stretch, starts, torch.split(update, _AT_A_TIME), repeat(scale))
+
+    def _between(self) -> list[Stretch]:
+        """What has not landed: updates in fp32, and padding."""
+        found: list[Stretch] = []
+        start = 0
         for offset in [*sorted(self._landed), self._partition.numel()]:
-            if offset > end:
-                yield from _cut(Stretch(end, self._partition[end:offset]))
-            if offset in self._landed:
-                yield from _cut(self._landed[offset])
-                end = offset + self._landed[offset].update.numel()
+            if offset > start:
+                found.append(Stretch(offset=start, update=self._partition[start:offset]))
+            start = offset + (self._landed[offset].update.numel() if offset in self._landed else 0)
+        return found
 
     def of(self, offset: int, numel: int) -> Tensor:
         """What is at a unit's place: its update, but for a finite factor."""
         return self._landed[offset].update if offset in self._landed else self._partition.narrow(0, offset, numel)
 
     def sizes(self) -> Tensor:
-        """Numbers that are finite exactly if all updates are: fp64."""
-        host = [sum_of_squares(update) for _, update, _ in self.stretches() if update.dtype == torch.float32]
-        return torch.stack([size.to(self._device) for size in (*self._largest, *host)])
+        """Some fp64 numbers on the accelerator that are finite exactly if all updates are."""
+        host = [sum_of_squares(update) for _, update, _ in self._between()]
+        return torch.stack(
+            [size.double().to(self._device) for size in (torch.zeros((), device="cpu"), *self._largest, *host)]
+        )
 
     def _offset(self, part: Tensor) -> int:
         return int(part.storage_offset() - self._partition.storage_offset())
-
-
-def _cut(stretch: Stretch) -> Iterator[Stretch]:
-    offset, update, scale = stretch
-    for part in torch.split(update, _AT_A_TIME):
-        yield Stretch(offset, part, scale)
-        offset += part.numel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -71,6 +72,8 @@ class DSMuon(Optimizer):
         )
         self._adamw: torch.optim.AdamW | None = None
         self._where: dict[int, Where | None] = {}
+        self.on_host: ModuleType | None = None
+        """Compiled passes, if the partitions are on the host for CPU offload and these can be had."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Serves the constructor only.
@@ -200,7 +203,15 @@ class DSMuon(Optimizer):
                         w = p.narrow(0, offset, update.numel())
                         here = None if where is None else where.starting(offset)
                         apply_update_(w, update, lr=lr, weight_decay=weight_decay, where=here, scale=scale)
-        if self._adamw is not None:
+        if self.on_host is not None:
+            for group in self.adamw_groups:
+                (p,) = group["params"]
+                state = self.state[p]
+                state["step"] += 1
+                settings = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
+                moments = state["exp_avg"], state["exp_avg_sq"]
+                self.on_host.adamw_(p, p.grad, *moments, step=float(state["step"]), **settings)
+        elif self._adamw is not None:
             self._adamw.param_groups, self._adamw.state = _in_pieces(self.adamw_groups, self.state)
             self._adamw.step()
 

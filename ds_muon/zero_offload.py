@@ -38,7 +38,7 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
         """How many of a group's weights are on their way up in this step."""
         super().__init__(*args, **kwargs)
         if self.cpu_offload:
-            compile_for_host()
+            self.optimizer.on_host = compile_for_host()
             # As large as the largest parameter, and of no use here.
             self.temp_grad_buffer_for_gpu_offload = self.temp_grad_buffer_for_cpu_offload = None
 

@@ -44,14 +44,19 @@ _FAILED: set[str] = set()
 _COMPILED: dict[str, ModuleType] = {}
 
 
-def compile_for_host() -> None:
-    """Let passes over memory of the host run compiled from now on, if they can be. Takes seconds the first time."""
+def compile_for_host() -> ModuleType | None:
+    """Let passes over memory of the host run compiled from now on. Takes seconds the first time on a machine.
+
+    Returns:
+        These passes, with ``adamw_`` among them; None if they cannot be compiled.
+    """
     try:
         from ds_muon.passes import host_passes
 
         _COMPILED["host"] = host_passes
     except Exception as error:  # no compiler, no ninja, a folder that cannot be written
         log(f"the host's part of a step runs on torch's operations, many times slower: {error}", logger=__name__)
+    return _COMPILED.get("host")
 
 
 def _kernels(device: torch.device) -> ModuleType | None:

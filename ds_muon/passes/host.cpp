@@ -60,6 +60,19 @@ APPLY(apply, float)
 APPLY(apply, Half)
 APPLY(apply, BFloat16)
 
+struct AdamW { float keep, rest1, beta2, rest2, root, eps, rate; };
+
+VECTORIZED void adamw(float* __restrict w, const float* __restrict g, float* __restrict m, float* __restrict v,
+                      int64_t count, AdamW to) {
+    for (int64_t i = 0; i < count; ++i) {
+        // Where torch fuses, so that the moments have its bits.
+        float step = g[i] - m[i];
+        m[i] = to.rest1 < 0.5f ? std::fma(to.rest1, step, m[i]) : std::fma(to.rest1 - 1, step, g[i]);
+        v[i] = std::fma(to.rest2 * g[i], g[i], v[i] * to.beta2);
+        w[i] = w[i] * to.keep - to.rate * m[i] / (std::sqrt(v[i]) / to.root + to.eps);
+    }
+}
+
 VECTORIZED double squares(const float* x, int64_t count) {
     // Eight sums, so that the order of additions is the same with vectors of any length.
     double sums[8] = {}, total = 0;
@@ -98,6 +111,14 @@ void ds_muon_apply(float* w, const void* o, int dtype, int64_t count, float scal
     if (dtype == 0) apply_all(w, static_cast<const float*>(o), count, scale, lr, keep);
     if (dtype == 1) apply_all(w, static_cast<const Half*>(o), count, scale, lr, keep);
     if (dtype == 2) apply_all(w, static_cast<const BFloat16*>(o), count, scale, lr, keep);
+}
+
+// keep: of the weights, after decay; rest1, rest2: 1 - beta1, 1 - beta2; root: of the second bias correction; rate: the
+// learning rate by the first one.
+void ds_muon_adamw(float* w, const float* g, float* m, float* v, int64_t count, float keep, float rest1, float beta2,
+                   float rest2, float root, float eps, float rate) {
+    AdamW to = {keep, rest1, beta2, rest2, root, eps, rate};
+    in_blocks(count, [=](int64_t i, int64_t n) { adamw(w + i, g + i, m + i, v + i, n, to); });
 }
 
 // The sums of squares of x[starts[i]] to before x[starts[i + 1]].

@@ -7,6 +7,8 @@ has written nothing.
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import math
 from pathlib import Path
 
 import torch
@@ -17,7 +19,7 @@ from ds_muon.passes import torch_passes
 from ds_muon.passes.segments import SPAN, Segments, Where
 from ds_muon.passes.torch_passes import of_matrices, store_updates
 
-__all__ = ["advance_momentum_", "apply_update_", "store_updates", "sum_of_squares"]
+__all__ = ["adamw_", "advance_momentum_", "apply_update_", "store_updates", "sum_of_squares"]
 
 # No fused multiply-adds. Vectors as long as the machine has them are chosen when the library is loaded.
 _FLAGS = ["-O3", "-std=c++17", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
@@ -27,9 +29,11 @@ _int, _long, _float, _address = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ct
 
 
 def _compiled() -> ctypes.CDLL:
+    source = Path(__file__).with_name("host.cpp")
     path = cpp_extension.load(
-        "ds_muon_host",
-        [str(Path(__file__).with_name("host.cpp"))],
+        # Another version of the source must not meet this one's library.
+        f"ds_muon_host_{hashlib.sha256(source.read_bytes()).hexdigest()[:8]}",
+        [str(source)],
         extra_cflags=_FLAGS,
         extra_ldflags=["-fopenmp"],
         is_python_module=False,
@@ -38,6 +42,7 @@ def _compiled() -> ctypes.CDLL:
     for name, types in {
         "advance": [_address, _address, _int, _long, _float, _float, _int, _int],
         "apply": [_address, _address, _int, _long, _float, _float, _float],
+        "adamw": [*[_address] * 4, _long, *[_float] * 7],
         "squares": [_address, _address, _long, _address],
         "sums": [_address, _address, _long, _address],
     }.items():
@@ -88,6 +93,34 @@ def apply_update_(
                 w[start:].data_ptr(), u[start:].data_ptr(), _DTYPES[u.dtype], end - start,
                 scale, lr, 1 - lr * weight_decay,
             )  # fmt: skip
+
+
+def adamw_(
+    weight: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    step: float,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """A step of AdamW, as in ``torch.optim.AdamW``: the moments have its bits, weights differ in last ones.
+
+    Args:
+        weight, exp_avg, exp_avg_sq: fp32, contiguous; overwritten.
+        gradient: the same; not modified.
+        step: the number of the step, from 1 on.
+    """
+    flat = [_flat(tensor) for tensor in (weight, gradient, exp_avg, exp_avg_sq)]
+    _runs(None, *flat)
+    beta1, beta2 = betas
+    _LIBRARY.ds_muon_adamw(
+        *(tensor.data_ptr() for tensor in flat), flat[0].numel(), 1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2,
+        math.sqrt(1 - beta2**step), eps, lr / (1 - beta1**step),
+    )  # fmt: skip
 
 
 def sum_of_squares(x: Tensor, segments: Segments | None = None) -> Tensor:
