@@ -29,7 +29,7 @@ INSTRUMENTS = (
         "options",
     ),
     *("ordinary", "convert", "to_universal", "migrate", "doctor", "ds_config", "config_command"),
-    *("telemetry", "trainer"),
+    *("telemetry", "trainer", "run_log", "report_command"),
 )
 # What may know DeepSpeed, beside the instruments.
 BOUND_TO_DEEPSPEED = {
