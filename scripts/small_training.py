@@ -51,7 +51,8 @@ def read_text(folders: Iterable[Path], suffixes: set[str], at_most: int) -> tupl
 
 
 def _files(folder: Path, suffixes: set[str]) -> Iterator[Path]:
-    for here, _, names in os.walk(folder):
+    for here, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.endswith("-packages")]  # they are folders of their own
         for name in names:
             path = Path(here, name)
             if path.suffix in suffixes and path.is_file() and 0 < path.stat().st_size <= LARGEST_FILE:
