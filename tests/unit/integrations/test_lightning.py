@@ -1,0 +1,166 @@
+"""Lightning's Trainer and Fabric on CPU ranks: their checks for a GPU are stood in for, the rest is theirs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from ds_muon.zero import MuonZeroOptimizer
+from tests.unit.ranks.test_any_size import by_name
+from tests.unit.ranks.test_checkpoint import assert_same
+from tests.unit.support.frameworks import BATCH, goes_on, tiny
+from tests.unit.support.models import ds_config
+from tests.unit.support.ranks import DEVICE, run_ranks
+
+pytest.importorskip("lightning", reason="needs lightning: pip install '.[integrations]'")
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.integrations,
+    pytest.mark.skipif(DEVICE != "cpu", reason="the checks for a GPU are stood in for"),
+]
+
+STEPS = 6
+SAMPLES = [torch.randn(8, generator=torch.Generator().manual_seed(i)) for i in range(STEPS * BATCH)]
+
+
+@contextmanager
+def cpu_instead_of_cuda() -> Iterator[Any]:
+    """Yields the accelerator for both; the strategy asks for one of CUDA's."""
+    from lightning.fabric.strategies import deepspeed as of_fabric
+    from lightning.pytorch.strategies import deepspeed as of_trainer
+
+    with mock.patch.dict(os.environ):
+        from lightning.fabric.accelerators import CPUAccelerator as ForFabric
+        from lightning.pytorch.accelerators import CPUAccelerator as ForTrainer
+
+        with (
+            mock.patch.object(of_fabric, "CUDAAccelerator", (ForFabric, ForTrainer)),
+            mock.patch.object(of_trainer, "CUDAAccelerator", (ForFabric, ForTrainer)),
+        ):
+            yield
+
+
+def batches() -> DataLoader[Any]:
+    """This rank's part of every step's samples."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    order = [i for step in range(STEPS) for i in range(step * BATCH + rank, (step + 1) * BATCH, ranks)]
+    return DataLoader([SAMPLES[i] for i in order], batch_size=BATCH // ranks, shuffle=False)
+
+
+def config() -> dict[str, Any]:
+    params = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.02, "warmup_num_steps": 2, "warmup_type": "linear"}
+    top = {"scheduler": {"type": "WarmupDecayLR", "params": {**params, "total_num_steps": 8}}}
+    return ds_config({"lr": 0.02, "adam_lr": 1e-3, "weight_decay": 0.1}, **top)
+
+
+def train_by_lightning(folder: str, resume: str | None) -> dict[str, Any]:
+    """Losses by step, the rates of both halves, and what the run is at the start, after three steps and at the end."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+
+    found: dict[str, Any] = {"losses": {}, "rates": []}
+
+    class Module(pl.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = tiny()
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            loss: torch.Tensor = self.model(batch)["loss"]
+            found["losses"][self.global_step] = float(self.all_gather(loss.detach()).mean())
+            return loss
+
+        def on_train_start(self) -> None:
+            found["began"] = by_name(self.trainer.model)
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            optimizer = self.trainer.optimizers[0]
+            assert isinstance(optimizer, MuonZeroOptimizer)
+            found["rates"].append({group["use_muon"]: group["lr"] for group in optimizer.param_groups})
+            if self.global_step == STEPS // 2 and resume is None:
+                self.trainer.save_checkpoint(folder)
+                found["saved"] = by_name(self.trainer.model)
+
+        def configure_optimizers(self) -> None:
+            raise AssertionError("it is not called where the config has an optimizer")
+
+    with cpu_instead_of_cuda():
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=dist.get_world_size(), max_steps=STEPS, logger=False, barebones=False,
+            strategy=DeepSpeedStrategy(config=config(), process_group_backend="gloo"),
+            plugins=[TorchElasticEnvironment()], use_distributed_sampler=False, gradient_clip_val=1.0,
+            enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        )  # fmt: skip
+        trainer.fit(Module(), batches(), ckpt_path=resume)
+        found["end"] = by_name(trainer.model)
+        trainer.model.destroy()
+        return found
+
+
+def test_lightnings_trainer_follows_the_schedule_of_the_config_and_resumes(tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    stayed = run_ranks(2, train_by_lightning, folder, None)[0]
+    assert [*stayed["losses"]] == [*range(STEPS)]
+    assert max(rates[True] for rates in stayed["rates"]) == pytest.approx(0.02)
+    for rates in stayed["rates"]:
+        assert rates[True] == pytest.approx(20 * rates[False])
+    for ranks in (2, 3):
+        resumed = run_ranks(ranks, train_by_lightning, folder, folder)[0]
+        assert_same(resumed["began"], stayed["saved"])
+        goes_on(resumed, stayed)
+
+
+def train_by_fabric(folder: str, load: bool) -> dict[str, Any]:
+    """As above, with Fabric: the config has the optimizer, and Fabric is given None for it."""
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+    from lightning.fabric.strategies import DeepSpeedStrategy
+
+    found: dict[str, Any] = {"losses": {}}
+    with cpu_instead_of_cuda():
+        fabric = Fabric(
+            accelerator="cpu", devices=dist.get_world_size(), plugins=[TorchElasticEnvironment()],
+            strategy=DeepSpeedStrategy(config=config(), process_group_backend="gloo"),
+        )  # fmt: skip
+        fabric.launch()
+        model, optimizer = fabric.setup(tiny(), None)
+        engine = fabric.strategy.model
+        assert isinstance(engine.optimizer, MuonZeroOptimizer)
+        if load:
+            fabric.load(folder, {"model": model, "optimizer": optimizer})
+            found["began"] = by_name(engine)
+        for step, batch in enumerate(batches()):
+            if step < engine.global_steps:
+                continue
+            loss = model(batch)["loss"]
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            found["losses"][step] = float(fabric.all_gather(loss.detach()).mean())
+            if step + 1 == STEPS // 2 and not load:
+                fabric.save(folder, {"model": model, "optimizer": optimizer})
+                found["saved"] = by_name(engine)
+        found["end"] = by_name(engine)
+        engine.destroy()
+        return found
+
+
+def test_fabric_takes_the_optimizer_of_the_config_and_resumes(tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    stayed = run_ranks(2, train_by_fabric, folder, False)[0]
+    assert stayed["end"]["counters"] == [STEPS, 0]
+    for ranks in (2, 1):
+        resumed = run_ranks(ranks, train_by_fabric, folder, True)[0]
+        assert_same(resumed["began"], stayed["saved"])
+        goes_on(resumed, stayed)
