@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,31 +30,29 @@ pytestmark = [
 ]
 
 STEPS = 6
-SAMPLES = [torch.randn(8, generator=torch.Generator().manual_seed(i)) for i in range(STEPS * BATCH)]
 
 
 @contextmanager
-def cpu_instead_of_cuda() -> Iterator[Any]:
-    """Yields the accelerator for both; the strategy asks for one of CUDA's."""
-    from lightning.fabric.strategies import deepspeed as of_fabric
-    from lightning.pytorch.strategies import deepspeed as of_trainer
+def cpu_instead_of_cuda() -> Iterator[None]:
+    """Within this context the strategy takes CPU ranks: it asks for CUDA's accelerator and for numbers of devices."""
+    from lightning.fabric.accelerators import CPUAccelerator as OfFabric
+    from lightning.fabric.strategies import deepspeed as fabric
+    from lightning.pytorch.accelerators import CPUAccelerator as OfTrainer
+    from lightning.pytorch.strategies import deepspeed as trainer
 
-    with mock.patch.dict(os.environ):
-        from lightning.fabric.accelerators import CPUAccelerator as ForFabric
-        from lightning.pytorch.accelerators import CPUAccelerator as ForTrainer
-
-        with (
-            mock.patch.object(of_fabric, "CUDAAccelerator", (ForFabric, ForTrainer)),
-            mock.patch.object(of_trainer, "CUDAAccelerator", (ForFabric, ForTrainer)),
-        ):
-            yield
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ))
+        for module, accelerator in ((fabric, OfFabric), (trainer, OfTrainer)):
+            stack.enter_context(mock.patch.object(module, "CUDAAccelerator", accelerator))
+            devices = [torch.device("cpu", rank) for rank in range(dist.get_world_size())]
+            stack.enter_context(mock.patch.object(accelerator, "get_parallel_devices", lambda _, found=devices: found))
+        yield
 
 
-def batches() -> DataLoader[Any]:
-    """This rank's part of every step's samples."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    order = [i for step in range(STEPS) for i in range(step * BATCH + rank, (step + 1) * BATCH, ranks)]
-    return DataLoader([SAMPLES[i] for i in order], batch_size=BATCH // ranks, shuffle=False)
+def samples(step: int) -> torch.Tensor:
+    """This rank's part of a step's."""
+    whole = torch.randn(BATCH, 8, generator=torch.Generator().manual_seed(step))
+    return whole[dist.get_rank() :: dist.get_world_size()]
 
 
 def config() -> dict[str, Any]:
@@ -76,8 +74,9 @@ def train_by_lightning(folder: str, resume: str | None) -> dict[str, Any]:
             super().__init__()
             self.model = tiny()
 
-        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-            loss: torch.Tensor = self.model(batch)["loss"]
+        def training_step(self, _: torch.Tensor, index: int) -> torch.Tensor:
+            # A loader that has been interrupted begins anew.
+            loss: torch.Tensor = self.model(samples(self.global_step))["loss"]
             found["losses"][self.global_step] = float(self.all_gather(loss.detach()).mean())
             return loss
 
@@ -102,7 +101,7 @@ def train_by_lightning(folder: str, resume: str | None) -> dict[str, Any]:
             plugins=[TorchElasticEnvironment()], use_distributed_sampler=False, gradient_clip_val=1.0,
             enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
         )  # fmt: skip
-        trainer.fit(Module(), batches(), ckpt_path=resume)
+        trainer.fit(Module(), DataLoader(torch.zeros(STEPS, 1)), ckpt_path=resume)
         found["end"] = by_name(trainer.model)
         trainer.model.destroy()
         return found
@@ -134,32 +133,34 @@ def train_by_fabric(folder: str, load: bool) -> dict[str, Any]:
             strategy=DeepSpeedStrategy(config=config(), process_group_backend="gloo"),
         )  # fmt: skip
         fabric.launch()
-        model, optimizer = fabric.setup(tiny(), None)
+        model, optimizer, scheduler = fabric.setup(tiny(), None)
         engine = fabric.strategy.model
         assert isinstance(engine.optimizer, MuonZeroOptimizer)
         if load:
             fabric.load(folder, {"model": model, "optimizer": optimizer})
             found["began"] = by_name(engine)
-        for step, batch in enumerate(batches()):
-            if step < engine.global_steps:
-                continue
-            loss = model(batch)["loss"]
+        assert scheduler is engine.lr_scheduler
+        for step in range(engine.global_steps, STEPS):
+            loss = model(samples(step))["loss"]
             fabric.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
+            # Fabric's optimizer.step() does not reach the engine, which then counts no step and moves no schedule.
+            engine.step()
             found["losses"][step] = float(fabric.all_gather(loss.detach()).mean())
             if step + 1 == STEPS // 2 and not load:
                 fabric.save(folder, {"model": model, "optimizer": optimizer})
                 found["saved"] = by_name(engine)
         found["end"] = by_name(engine)
+        rates = {group["use_muon"]: group["lr"] for group in optimizer.param_groups}
         engine.destroy()
-        return found
+        return {**found, "rates": rates}
 
 
 def test_fabric_takes_the_optimizer_of_the_config_and_resumes(tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
     stayed = run_ranks(2, train_by_fabric, folder, False)[0]
     assert stayed["end"]["counters"] == [STEPS, 0]
+    # From step 2 to 8 the rates fall to zero.
+    assert stayed["rates"] == {True: pytest.approx(0.02 / 3), False: pytest.approx(1e-3 / 3)}
     for ranks in (2, 1):
         resumed = run_ranks(ranks, train_by_fabric, folder, True)[0]
         assert_same(resumed["began"], stayed["saved"])

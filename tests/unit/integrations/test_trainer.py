@@ -130,7 +130,7 @@ def test_trainer_fills_in_every_auto_and_both_halves_follow_the_schedule(tmp_pat
         for rates in found["rates"]:
             assert rates[True] == pytest.approx(20 * rates[False])
         if rank == 0:
-            assert found["losses"][STEPS] < found["losses"][1] - 0.2
+            assert found["losses"][STEPS] < found["losses"][1] - 0.1
             assert [*found["evaluated"]] == [2, 4, 6] and found["evaluated"][6] < found["evaluated"][2]
 
 
@@ -144,7 +144,7 @@ def test_one_rate_of_trainer_serves_both_halves_and_is_what_it_logs(tmp_path: Pa
     assert [rates[True] for rates in found["rates"]] == [rates[False] for rates in found["rates"]]
     # It logs the rate of the step that comes.
     assert found["logged rates"][:2] == pytest.approx([5e-3 * 5 / 6, 5e-3 * 4 / 6])
-    assert found["losses"][STEPS] < found["losses"][1] - 0.2
+    assert found["losses"][STEPS] < found["losses"][1] - 0.1
 
 
 # ---- what it saves --------------------------------------------------------------------------------------------------
