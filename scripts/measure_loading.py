@@ -94,8 +94,9 @@ def work(options: argparse.Namespace) -> None:
     with torch.device("meta"):
         model = Blocks(options.layers, options.width)
     model = model.to_empty(device="cpu").to(torch.bfloat16)
+    noise = torch.randn(4 * options.width**2) * 0.02  # of the largest: drawing all of them would take the longest
     for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.02)
+        p.data.copy_(noise[: p.numel()].view_as(p))
     engine, *_ = deepspeed.initialize(model=model, config=config)
     if options.work == "save":
         if options.optimizer == "AdamW":  # which has no state before a step
@@ -114,7 +115,7 @@ def work(options: argparse.Namespace) -> None:
 
 def ranks(number: int, options: argparse.Namespace, *more: str) -> list[float]:
     sizes = ["--layers", str(options.layers), "--width", str(options.width)]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(number), "--master-port", "29613"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number)]
     done = subprocess.run([*command, __file__, *sizes, *more], capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(done.stdout[-3000:] + done.stderr[-6000:])

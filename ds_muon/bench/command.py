@@ -7,7 +7,8 @@ from types import ModuleType
 
 from ds_muon.bench import newton_schulz, step
 from ds_muon.options import add_outputs, json_object, positive, shape
-from ds_muon.orthogonalize import BACKENDS
+from ds_muon.orthogonalize import BACKENDS, COEFFICIENTS
+from ds_muon.orthogonalize.defaults import NS_COEFFICIENTS
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +26,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--shapes", type=shape, nargs="+", metavar="BxRxC", help="batch x rows x cols, such as 24x1024x4096"
     )
     parser.add_argument("--dtype", choices=("auto", "float16", "bfloat16", "float32"), default="auto", help="of ours")
+    parser.add_argument(
+        "--coefficients", choices=tuple(COEFFICIENTS), nargs="+", default=[NS_COEFFICIENTS], metavar="TABLE",
+        help=f"ours with each of these: {', '.join(COEFFICIENTS)} (default: {NS_COEFFICIENTS})",
+    )  # fmt: skip
     parser.add_argument("--rounds", type=positive, default=15, metavar="N", help="timings of each (default: 15)")
     parser.add_argument("--candidates", nargs="+", metavar="PART", help="only those with one of these in their name")
     add_outputs(parser, "draw a bar chart there (.png)")

@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,6 +39,7 @@ from ds_muon.orthogonalize import (
     orthogonalize_batch,
     reference_newton_schulz,
 )
+from ds_muon.orthogonalize.defaults import NS_COEFFICIENTS
 from ds_muon.say import tell
 from ds_muon.text import columns
 
@@ -54,6 +56,7 @@ GPU_SHAPES = (
 CPU_SHAPES = ((4, 64, 64), (4, 64, 256), (1, 128, 128))
 _WARMUP = 3
 _STACK = "torch.stack alone"
+_DEFAULT = tuple(f"ds_muon {backend}" for backend in BACKENDS)  # our names, with the default table
 _T = TypeVar("_T")
 
 
@@ -65,7 +68,7 @@ class Timing:
         name: of the candidate.
         ms: behind other work, median of the rounds; None where it cannot run.
         call_ms: of a call on an idle device, host time included.
-        tflops: effective rate, by the operations that symmetry leaves to do.
+        tflops: effective rate, by the operations that symmetry leaves to do in five quintic steps.
         over_floor: ``ms`` over the time of as many operations at the rate of the matmuls right before.
         error: relative Frobenius error of the first matrix against fp64.
         peak_bytes: the most that a call allocates, beside what CUDA graphs of others keep; None on CPU.
@@ -109,7 +112,7 @@ class Row:
         return self._lead([(t.name, t.call_ms) for t in self.timings if t.call_ms is not None])
 
     def _lead(self, times: Sequence[tuple[str, float]]) -> float | None:
-        ours = [ms for name, ms in times if name.startswith("ds_muon")]
+        ours = [ms for name, ms in times if name in _DEFAULT]
         peers = [ms for name, ms in times if not name.startswith(("ds_muon", "torch,"))]
         return min(peers) / min(ours) if ours and peers else None
 
@@ -120,16 +123,20 @@ def floor_flops(rows: int, cols: int) -> int:
     return 20 * m**3 if m == n else 14 * m**3 + 6 * m * m * n
 
 
-def candidates(device: torch.device, dtype: str) -> Iterator[tuple[str, Orthogonalize | str]]:
-    """Name and function of all that can run, or the reason why it cannot."""
-    for backend in BACKENDS:
+def candidates(
+    device: torch.device, dtype: str, tables: Sequence[str] = (NS_COEFFICIENTS,)
+) -> Iterator[tuple[str, Orthogonalize | str]]:
+    """Name and function of all that can run, or the reason why it cannot; ours with each table of coefficients."""
+    for backend, table in product(BACKENDS, tables):
+        default = table == NS_COEFFICIENTS
+        name = f"ds_muon {backend}" if default else f"ds_muon {backend}, {table}"
         try:
-            settings = NewtonSchulz.resolve(device, ns_dtype=dtype, ns_backend=backend)
+            settings = NewtonSchulz.resolve(device, ns_dtype=dtype, ns_backend=backend, ns_coefficients=table)
         except ValueError as error:
-            yield f"ds_muon {backend}", str(error)
+            yield name, str(error)
             continue
-        yield f"ds_muon {backend}", partial(_in_batches, settings=settings)
-        if backend == "torch":
+        yield name, partial(_in_batches, settings=settings)
+        if backend == "torch" and default:
             yield "torch, one by one", partial(_one_by_one, settings=settings)
     for name, load in PEERS.items():
         try:
@@ -154,19 +161,26 @@ def _one_by_one(matrices: Sequence[Tensor], settings: NewtonSchulz) -> list[Tens
     return [output for matrix in matrices for output in orthogonalize([matrix], settings)]
 
 
+def _reference(function: Orthogonalize, matrix: Tensor) -> Tensor:
+    """The fp64 result of what ``function`` iterates: of ours its own coefficients, of peers the quintic ones."""
+    settings = function.keywords.get("settings") if isinstance(function, partial) else None
+    return reference_newton_schulz(matrix, ns_coefficients=settings.triples if settings else NS_COEFFICIENTS)
+
+
 def measure(
     shapes: Sequence[tuple[int, int, int]],
     device: torch.device,
     dtype: str,
     rounds: int,
     only: Sequence[str] | None = None,
+    tables: Sequence[str] = (NS_COEFFICIENTS,),
 ) -> Iterator[Row]:
     """One row per (batch, rows, cols), as they are done; of candidates with one of ``only`` in their name, if given."""
-    found = [(name, f) for name, f in candidates(device, dtype) if only is None or any(part in name for part in only)]
+    every = candidates(device, dtype, tables)
+    found = [(name, f) for name, f in every if only is None or any(part in name for part in only)]
     matmul = Yardstick(device)
     for batch, rows, cols in shapes:
         matrices = list(torch.randn(batch, rows, cols, dtype=torch.float32, device=device).unbind())
-        exact = reference_newton_schulz(matrices[0])
         ready: dict[str, Orthogonalize] = {}
         problems: dict[str, str] = {}
         errors: dict[str, float] = {}
@@ -177,6 +191,7 @@ def measure(
             try:
                 for _ in range(_WARMUP):
                     output = function(matrices)
+                exact = _reference(function, matrices[0])
                 errors[name] = float((_first(output).double() - exact).norm() / exact.norm())
                 ready[name] = function
             except Exception as error:  # whatever a kernel makes of this shape or device
@@ -197,8 +212,8 @@ def measure(
             call_ms = statistics.median(alone[name])
             stack_ms = statistics.median(ms for _, ms in behind[_STACK]) if isinstance(ready[name], Stacked) else None
             timings.append(Timing(name, ms, call_ms, flops / ms / 1e9, over_floor, errors[name], peaks[name], stack_ms))
-        every = [yardstick for pairs in behind.values() for yardstick, _ in pairs]
-        rate = matmul.rate(statistics.median(every)) if every else 0.0
+        yardsticks = [yardstick for pairs in behind.values() for yardstick, _ in pairs]
+        rate = matmul.rate(statistics.median(yardsticks)) if yardsticks else 0.0
         yield Row(batch, rows, cols, rate / 1e12, tuple(timings))
 
 
@@ -239,7 +254,7 @@ def _first(output: Any) -> Tensor:
 def run(options: argparse.Namespace) -> int:
     """Measure, print each row as it is done, and write the files that were asked for. Returns the exit code."""
     only, dtype, rounds = options.candidates, options.dtype, options.rounds
-    names = [*(f"ds_muon {backend}" for backend in BACKENDS), "torch, one by one", *PEERS]
+    names = [*_DEFAULT, "torch, one by one", *PEERS]
     if only is not None and not any(part in name for part in only for name in names):
         tell(f"ds-muon: --candidates {' '.join(only)}: no part of any of {names}", to=sys.stderr)
         return 2
@@ -248,10 +263,10 @@ def run(options: argparse.Namespace) -> int:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     side, kind = YARDSTICK[device.type]
     tell(f"{name}, torch {torch.__version__}; ours in {dtype}; medians of {rounds} rounds")
-    tell(f'"x floor": time over that of the operations left to do, at the rate of a {side}^3 {kind} matmul\n')
+    tell(f'"x floor": time over that of five steps by symmetric products, at the rate of a {side}^3 {kind} matmul\n')
     shapes = options.shapes or (GPU_SHAPES if device.type == "cuda" else CPU_SHAPES)
     done = []
-    for row in measure(shapes, device, dtype, rounds, only):
+    for row in measure(shapes, device, dtype, rounds, only, options.coefficients):
         done.append(row)
         tell("\n".join(_lines(row)))
     settings = {"device": name, "torch": torch.__version__, "dtype": dtype, "rounds": rounds}

@@ -161,6 +161,16 @@ def test_only_the_candidates_that_are_named_are_timed(capsys: pytest.CaptureFixt
     assert "ds_muon torch" in out and "a copy" in out and "one by one" not in out and "failing" not in out
 
 
+def test_tables_of_coefficients_stand_beside_each_other_and_are_judged_by_themselves() -> None:
+    tables = ("quintic", "minimax", "deepseekv4")
+    (row,) = measure([(2, 32, 32)], CPU, "float32", rounds=1, only=["ds_muon torch"], tables=tables)
+    assert [t.name for t in row.timings] == ["ds_muon torch", "ds_muon torch, minimax", "ds_muon torch, deepseekv4"]
+    assert all(t.error is not None and t.error < 1e-5 for t in row.timings)  # against the default's: 0.1 and more
+    faster = [replace(t, ms=1.0) for t in row.timings[1:]]
+    row = replace(row, timings=(replace(row.timings[0], ms=2.0), *faster, Timing("a peer", 4.0)))
+    assert row.lead == 2.0  # other operations are no lead
+
+
 def test_columns_stay_apart_on_tiny_shapes() -> None:
     timing = Timing("x", 0.7, 0.3, 2.15e-07, 78761.7, 4.6e-07)
     for peak, memory in ((None, ""), (3 << 20, "3 MiB ")):

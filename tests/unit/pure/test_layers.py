@@ -33,6 +33,9 @@ INSTRUMENTS = (
 # What may know DeepSpeed, beside the instruments.
 BOUND_TO_DEEPSPEED = {
     "registration",
+    "deepspeed_parts",
+    "preparation",
+    "engine_checkpoints",
     "schedulers",
     "zero",
     "zero_base",

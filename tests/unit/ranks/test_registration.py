@@ -19,7 +19,7 @@ from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from torch import nn
 
 import ds_muon
-from ds_muon import registration, zero, zero_base
+from ds_muon import deepspeed_parts, registration, zero, zero_base
 from tests.unit.support.models import Block, PrescribedGradients, ds_config, start
 from tests.unit.support.ranks import run_ranks
 
@@ -39,17 +39,17 @@ def test_importing_before_deepspeed_leaves_the_commands_modules_alone() -> None:
 
 
 def test_registering_twice_wraps_once() -> None:
-    before = {name: getattr(deepspeed_engine.DeepSpeedEngine, name) for name in registration._ENGINE_METHODS}
+    before = {name: getattr(deepspeed_engine.DeepSpeedEngine, name) for name in deepspeed_parts.ENGINE_METHODS}
     ds_muon.register()
     assert before == {name: getattr(deepspeed_engine.DeepSpeedEngine, name) for name in before}
 
 
 def test_a_deepspeed_without_the_parts_is_refused_by_name() -> None:
     with (
-        mock.patch.object(registration, "_ZERO_ATTRIBUTES", ("round_robin_bit16_offsets", "gone")),
+        mock.patch.object(deepspeed_parts, "ZERO_ATTRIBUTES", ("round_robin_bit16_offsets", "gone")),
         pytest.raises(ImportError, match=r"DeepSpeedZeroOptimizer\.gone.*Install deepspeed 0\.19\.8"),
     ):
-        registration._check_parts()
+        deepspeed_parts.check_parts()
 
 
 def test_every_part_that_the_zero_optimizer_takes_from_deepspeeds_is_looked_for() -> None:
@@ -60,8 +60,8 @@ def test_every_part_that_the_zero_optimizer_takes_from_deepspeeds_is_looked_for(
             used[node.value.id].add(node.attr)
     base = deepspeed_zero.DeepSpeedZeroOptimizer
     theirs = used["self"] & {*dir(base), *base.__init__.__code__.co_names}
-    assert theirs <= {*registration._ZERO_METHODS, *registration._ZERO_ATTRIBUTES}
-    assert used["deepspeed_zero"] <= set(dict(registration._MODULE_NAMES)[deepspeed_zero])
+    assert theirs <= {*deepspeed_parts.ZERO_METHODS, *deepspeed_parts.ZERO_ATTRIBUTES}
+    assert used["deepspeed_zero"] <= set(dict(deepspeed_parts.MODULE_NAMES)[deepspeed_zero])
 
 
 def test_a_zero_optimizer_that_lays_out_otherwise_is_refused() -> None:

@@ -147,14 +147,14 @@ def load_both_ways(folder: str) -> tuple[list[str], list[int]]:
     steps = []
     for config in ({**CONFIG, **UNIVERSAL}, CONFIG):
         engine = start(Layers(), config)
-        with mock.patch("ds_muon.registration.say", lines.append):
+        with mock.patch("ds_muon.engine_checkpoints.say", lines.append):
             engine.load_checkpoint(folder)
         steps.append(engine.global_steps)
         if len(steps) == 1:
             assert not lines
             train_step(engine, torch.ones(4, 16, device=engine.device, dtype=torch.bfloat16))
             engine.save_checkpoint(folder)
-            with mock.patch("ds_muon.registration.say", lines.append):
+            with mock.patch("ds_muon.engine_checkpoints.say", lines.append):
                 engine.load_checkpoint(folder)
             steps.append(engine.global_steps)
         engine.destroy()
