@@ -17,7 +17,7 @@ from tests.unit.support.frameworks import BATCH, Tiny, accelerate_anew, goes_on,
 from tests.unit.support.models import PrescribedGradients, ds_config
 from tests.unit.support.ranks import DEVICE, run_ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.integrations]
+pytestmark = pytest.mark.ranks
 
 STEPS = 6
 

@@ -16,7 +16,7 @@ from tests.unit.support.frameworks import tiny
 from tests.unit.support.models import ds_config, full_weights, start
 from tests.unit.support.ranks import run_ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.integrations]
+pytestmark = pytest.mark.ranks
 
 
 def train_adapters(folder: str, adapters: tuple[str, ...], load: str | None, save: str | None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from tests.unit.support.frameworks import BATCH, accelerate_anew, counting, goes
 from tests.unit.support.models import ds_config
 from tests.unit.support.ranks import DEVICE, run_ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.integrations]
+pytestmark = pytest.mark.ranks
 
 STEPS = 6
 AUTO_BATCH = {
@@ -257,7 +257,6 @@ def fine_tune_by_trl(folder: str, lora: bool) -> tuple[list[float], list[str], d
 
 @pytest.mark.parametrize("lora", [False, True], ids=["whole", "LoRA"])
 def test_trl_fine_tunes(tmp_path: Path, lora: bool) -> None:
-    pytest.importorskip("trl", reason="needs trl: pip install '.[integrations]'")
     losses, of_muon, trained = run_ranks(2, fine_tune_by_trl, str(tmp_path), lora)[0]
     assert losses[-1] < losses[0]
     assert {trained[name] for name in of_muon} == {True}

@@ -16,9 +16,9 @@ import pytest
 from tests.unit.support.frameworks import accelerate_anew
 from tests.unit.support.ranks import run_ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.integrations]
+pytestmark = pytest.mark.ranks
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 def copy_files(page: Path, folder: Path) -> None:

@@ -21,11 +21,8 @@ from tests.unit.support.frameworks import BATCH, goes_on, tiny
 from tests.unit.support.models import ds_config
 from tests.unit.support.ranks import DEVICE, run_ranks
 
-pytest.importorskip("lightning", reason="needs lightning: pip install '.[integrations]'")
-
 pytestmark = [
     pytest.mark.ranks,
-    pytest.mark.integrations,
     pytest.mark.skipif(DEVICE != "cpu", reason="the checks for a GPU are stood in for"),
 ]
 
@@ -135,11 +132,11 @@ def train_by_fabric(folder: str, load: bool) -> dict[str, Any]:
         fabric.launch()
         model, optimizer, scheduler = fabric.setup(tiny(), None)
         engine = fabric.strategy.model
-        assert isinstance(engine.optimizer, MuonZeroOptimizer)
+        assert isinstance(engine.optimizer, MuonZeroOptimizer) and scheduler is engine.lr_scheduler
+        state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
         if load:
-            fabric.load(folder, {"model": model, "optimizer": optimizer})
+            fabric.load(folder, state)
             found["began"] = by_name(engine)
-        assert scheduler is engine.lr_scheduler
         for step in range(engine.global_steps, STEPS):
             loss = model(samples(step))["loss"]
             fabric.backward(loss)
@@ -147,7 +144,7 @@ def train_by_fabric(folder: str, load: bool) -> dict[str, Any]:
             engine.step()
             found["losses"][step] = float(fabric.all_gather(loss.detach()).mean())
             if step + 1 == STEPS // 2 and not load:
-                fabric.save(folder, {"model": model, "optimizer": optimizer})
+                fabric.save(folder, state)
                 found["saved"] = by_name(engine)
         found["end"] = by_name(engine)
         rates = {group["use_muon"]: group["lr"] for group in optimizer.param_groups}
@@ -159,8 +156,8 @@ def test_fabric_takes_the_optimizer_of_the_config_and_resumes(tmp_path: Path) ->
     folder = str(tmp_path / "saved")
     stayed = run_ranks(2, train_by_fabric, folder, False)[0]
     assert stayed["end"]["counters"] == [STEPS, 0]
-    # From step 2 to 8 the rates fall to zero.
-    assert stayed["rates"] == {True: pytest.approx(0.02 / 3), False: pytest.approx(1e-3 / 3)}
+    # From step 2 to 8 the rates fall to zero. DeepSpeed counts from 0: it has come to step 5.
+    assert stayed["rates"] == {True: pytest.approx(0.02 / 2), False: pytest.approx(1e-3 / 2)}
     for ranks in (2, 1):
         resumed = run_ranks(ranks, train_by_fabric, folder, True)[0]
         assert_same(resumed["began"], stayed["saved"])

@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.support.launched import ARGUMENTS, found_on, free_port, run, write_script
 
-pytestmark = [pytest.mark.slow, pytest.mark.ranks, pytest.mark.integrations]
+pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 
 PYTHON = (sys.executable, "-m")
 LAUNCHERS = {
@@ -35,7 +35,6 @@ def test_a_launcher_runs_an_unchanged_script(tmp_path: Path, monkeypatch: pytest
     assert run(*command, "ds_muon", *ARGUMENTS, MASTER_PORT=port) == found_on(2)
 
 
-@pytest.mark.full
 def test_plain_python_runs_an_unchanged_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_script(tmp_path)
     monkeypatch.chdir(tmp_path)
