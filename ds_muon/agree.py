@@ -2,7 +2,7 @@
 
 Ranks in different collectives wait for each other in vain. So they first meet in the store of the process group, where
 waiting can end (``RollCall``). Then they compare their settings (``agree``). Later, an error on one rank stops all
-(``raise_together``).
+(``raise_together``; ``failure`` in the middle of a step).
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ def gather(value: T, process_group: dist.ProcessGroup | None) -> list[T]:
     return values
 
 
-def raise_together(error: Exception | None, process_group: dist.ProcessGroup | None = None) -> None:
+def raise_together(error: Exception | None, process_group: dist.ProcessGroup | None = None, *, about: str = "") -> None:
     """Raise on every rank of the group if any rank has an error, so that none is left waiting in a collective.
 
-    A rank with an error raises it. The others raise a ``RuntimeError`` that quotes the first rank with an error.
-    A collective: every rank of the group must call it. Blocks the host.
+    A rank with an error raises it. The others raise a ``RuntimeError`` that quotes the first rank with an error, and
+    what it says ``about`` that. A collective: every rank of the group must call it. Blocks the host.
     """
     if not dist.is_initialized() or dist.get_world_size(process_group) == 1:
         if error is not None:
             raise error
         return
-    messages = gather(None if error is None else f"{type(error).__name__}: {error}", process_group)
+    messages = gather(None if error is None else f"{type(error).__name__}: {error}{about}", process_group)
     if error is not None:
         raise error
     for rank, message in enumerate(messages):

@@ -52,7 +52,8 @@ class Transfer:
         if self._received is not None:
             if self._work is not None:
                 self._work.wait()
-            _unpack(self._received, self._targets)
+            if self._targets:
+                _unpack(self._received, self._targets)
             self._work = self._sent = self._received = None
         return self.tensors
 
@@ -141,6 +142,18 @@ class Exchange:
         targets = [_of_partition(partition, held) for _, held in self._outgoing.slices]
         return self._all_to_all(packed, self._incoming, self._outgoing, targets, [])
 
+    def take_part(self, *, back: bool, dtype: torch.dtype, device: torch.device) -> None:
+        """Do a failed rank's part in a ``gather``, or a ``scatter``: send zeros, keep nothing.
+
+        Args:
+            back: whether it is a ``scatter``.
+            dtype: of what travels.
+            device: on which ranks communicate.
+        """
+        if self._active:
+            there, here = (self._incoming, self._outgoing) if back else (self._outgoing, self._incoming)
+            self._all_to_all(torch.zeros(sum(there.counts), dtype=dtype, device=device), there, here, [], []).wait()
+
     def _all_to_all(
         self, packed: Tensor, sent: _Routes, received: _Routes, targets: list[Tensor], tensors: list[Tensor]
     ) -> Transfer:
@@ -169,7 +182,6 @@ def _pack(pieces: Sequence[Tensor], *, like: Tensor) -> Tensor:
 
 
 def _unpack(packed: Tensor, targets: Sequence[Tensor]) -> None:
-    if targets:
-        packed = packed.to(targets[0].device)
+    packed = packed.to(targets[0].device)
     for target, piece in zip(targets, torch.split(packed, [target.numel() for target in targets]), strict=True):
         target.copy_(piece)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_muon.capture import NanCapture
+from ds_muon.failure import Failure
 
 # What a rank finds of a step's updates. The largest of all ranks counts.
-FINITE, NOT_FINITE, CAPTURED = 0, 1, 2
+FINITE, NOT_FINITE, CAPTURED, FAILED = 0, 1, 2, 3
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Verdict:
     Attributes:
         squares: (groups,) fp64, sum of squares of each param group's gradient over all ranks.
         may_move: bool scalar: all gradients are finite, the norm of AdamW's is within the threshold, and no rank
-            refuses the step. The size of Muon's does not matter.
+            has failed. The size of Muon's does not matter.
         moves: (matrices,) bool for each Muon group: ``may_move``, and the matrix's gradient is not zero everywhere.
         for_host: the numbers that the host needs to know.
     """
@@ -41,9 +42,8 @@ class Findings:
     Attributes:
         muon, adamw: sum of squares of each param group's gradient over all ranks.
         may_move: whether the gradients allow the step. If so, the momentum has moved.
-        updates: ``FINITE``, ``NOT_FINITE`` or ``CAPTURED``; ``FINITE`` with ``nan_guard`` "off".
+        updates: ``FINITE``, ``NOT_FINITE``, ``CAPTURED`` or ``FAILED``; with ``nan_guard`` "off" the first or the last.
         stop: whether a rank asks to stop because of a capture in the step before, which has been applied.
-        refused: whether a rank refuses the step. If so, nothing has moved.
     """
 
     muon: Sequence[float]
@@ -51,7 +51,6 @@ class Findings:
     may_move: bool
     updates: int
     stop: bool
-    refused: bool
 
     @property
     def gradients_are_finite(self) -> bool:
@@ -103,85 +102,78 @@ class StepGuard:
         nan_guard: ``"off"``, ``"skip"`` or ``"raise"``.
         threshold: ``grad_norm_skip_threshold``.
         capture: saves the inputs of updates that are not finite, and may ask to stop then.
+        failure: of this rank.
         process_group: the ranks that share the weights; all must make the same calls.
     """
 
     def __init__(
-        self, nan_guard: str, threshold: float | None, capture: NanCapture, process_group: dist.ProcessGroup | None
+        self,
+        nan_guard: str,
+        threshold: float | None,
+        capture: NanCapture,
+        failure: Failure,
+        process_group: dist.ProcessGroup | None,
     ) -> None:
         self._nan_guard = nan_guard
         self._threshold = threshold
         self._capture = capture
+        self._failure = failure
         self._process_group = process_group
 
-    def measure(self, muon: Sequence[Tensor], adamw: Sequence[Tensor], refuse: bool) -> Verdict:
+    def measure(self, muon: Sequence[Tensor], adamw: Sequence[Tensor]) -> Verdict:
         """Add up the sums of squares of all ranks. A collective; the host does not wait.
 
         Args:
             muon: (matrices,) fp64 for each Muon group: sum of squares over this rank's slice of each gradient.
             adamw: fp64 scalar for each AdamW group: the same over this rank's partition.
-            refuse: whether this rank refuses the step.
         """
         # About the step before, which the capture still remembers. With the guard on, all ranks have stopped in it.
         asks = self._capture.stops_training and self._nan_guard == "off"
+        failed = self._failure.error is not None
         counts = [*(len(sums) for sums in muon), *(1 for _ in adamw), 1, 1]
         everything = [*muon, *(total.view(1) for total in adamw)]
-        sums = torch.cat([*everything, *(everything[0].new_full((1,), float(one)) for one in (asks, refuse))])
+        sums = torch.cat([*everything, *(everything[0].new_full((1,), float(one)) for one in (asks, failed))])
         dist.all_reduce(sums, group=self._process_group)
         by_group = torch.split(sums, counts)
-        # One for each group, then the number of ranks that ask to stop, then the number of ranks that refuse.
+        # One for each group, then the number of ranks that ask to stop, then the number of ranks that have failed.
         totals = torch.stack([of_group.sum() for of_group in by_group])
         squares = totals[:-2]
         may_move = squares.sum().isfinite() & (totals[-1] == 0)
         if self._threshold is not None:
             may_move &= squares[len(muon) :].sum().sqrt() <= self._threshold
-        # With the guard on, these numbers reach the host together with its byte.
-        for_host = HostCopy(torch.cat([totals, may_move.double().view(1)]), early=self._nan_guard == "off")
+        # Where ranks agree on a byte later, these numbers reach the host together with it.
+        early = self._nan_guard == "off" and self._failure.alone
+        for_host = HostCopy(torch.cat([totals[:-1], may_move.double().view(1)]), early=early)
         moves = tuple(of_group.ne(0) & may_move for of_group in by_group[: len(muon)])
         return Verdict(squares, may_move, moves, for_host)
 
-    def decide(self, verdict: Verdict, updates: Sequence[Tensor]) -> Findings:
+    def decide(self, verdict: Verdict, updates: Iterable[Tensor]) -> Findings:
         """Whether to apply what is staged, the same on every rank. The only time in a step that the host waits.
 
-        With ``nan_guard`` "off" it waits for the gradients' norms only, while the updates may still be computed. With
-        the guard on, this is a collective.
+        A collective. A rank alone, with ``nan_guard`` "off", waits for the gradients' norms only, while the updates may
+        still be computed.
 
         Args:
             verdict: on the gradients.
-            updates: this rank's flat partition of each Muon group's update; not modified.
+            updates: of each Muon group, this rank's flat partition, or what is finite if it is; not modified. Looked at
+                with the guard on only.
         """
         found = float(FINITE)
-        if self._nan_guard == "off":
-            *squares, stop, refused, may = verdict.for_host.wait()
+        if self._nan_guard == "off" and self._failure.alone:
+            *squares, stop, may = verdict.for_host.wait()
         else:
             numbers = verdict.for_host.numbers
-            byte = agree_on_updates(updates, self._capture.stops_training, self._process_group, numbers.device)
-            *squares, stop, refused, may, found = torch.cat([numbers, byte.double()]).tolist()
+            byte = torch.full((1,), FINITE, dtype=torch.uint8, device=numbers.device)
+            if self._nan_guard != "off":
+                with self._failure.held("decide"):
+                    # A NaN survives in the largest magnitude.
+                    largest = [torch.linalg.vector_norm(u, ord=float("inf")) for u in updates]
+                    byte.copy_(torch.stack(largest).isfinite().all().logical_not())
+                if self._capture.stops_training:
+                    byte.fill_(CAPTURED)
+            if self._failure.error is not None:
+                byte.fill_(FAILED)
+            dist.all_reduce(byte, op=dist.ReduceOp.MAX, group=self._process_group)
+            *squares, stop, may, found = torch.cat([numbers, byte.double()]).tolist()
         of_muon = len(verdict.moves)
-        return Findings(squares[:of_muon], squares[of_muon:], bool(may), int(found), bool(stop), bool(refused))
-
-
-def agree_on_updates(
-    partitions: Sequence[Tensor],
-    captured: bool,
-    process_group: dist.ProcessGroup | None,
-    device: torch.device | None = None,
-) -> Tensor:
-    """One byte, the same on every rank: whether all updates are finite. A collective; the host does not wait.
-
-    Args:
-        partitions: this rank's staged updates, one flat tensor per Muon group; not modified.
-        captured: whether this rank asks to stop because of a capture.
-        process_group: the ranks that share the weights.
-        device: on which ranks communicate; by default that of ``partitions``.
-
-    Returns:
-        (1,) uint8 on that device: ``FINITE``, ``NOT_FINITE`` or ``CAPTURED``.
-    """
-    # A NaN survives in the largest magnitude.
-    largest = torch.stack([torch.linalg.vector_norm(partition, ord=float("inf")) for partition in partitions])
-    byte = largest.isfinite().all().logical_not().to(device, torch.uint8).view(1)
-    if captured:
-        byte.fill_(CAPTURED)
-    dist.all_reduce(byte, op=dist.ReduceOp.MAX, group=process_group)
-    return byte
+        return Findings(squares[:of_muon], squares[of_muon:], bool(may), int(found), bool(stop))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ds_muon.capture import NanCapture
 from ds_muon.exchange import Exchange, Transfer, result_dtype
+from ds_muon.failure import Failure
 from ds_muon.normuon import RowVariance
-from ds_muon.offload import STAGING_BYTES, Ferry
+from ds_muon.offload import STAGING_BYTES, Ferry, HostPart
 from ds_muon.orthogonalize import NewtonSchulz, batches, orthogonalize_batch
 from ds_muon.passes import Held, Segments, Where, rows_of, store_updates, sum_of_squares
 from ds_muon.plan.partition import GroupPlan, Matrix, Slice, Unit
@@ -81,11 +82,14 @@ class MuonGroup:
         self._adjust_lr_fn = adjust_lr_fn
         self._capture = capture
         self._ferry = ferry
+        self.on_host: HostPart | None = None
+        """What this step's updates have left in a partition on the host."""
         # Once, because a model may have thousands of experts.
         self._whole = [(unit, held) for unit, held in self._held if not unit.travels]
         self._runs = _runs(self._whole)
         self._travelling = [(unit, held) for unit, held in self._held if unit.travels]
         self._order: tuple[_Indices, _Indices, _Indices] | None = None
+        self._met = 0  # collectives of this step that have begun
         self._scales: dict[str, Tensor] = {}
 
     def squares(self, partition: Tensor) -> Tensor:
@@ -108,7 +112,41 @@ class MuonGroup:
             self._segments = Segments.of(parts, partition.numel(), partition.device)
         return self._segments
 
-    def updates(self, partition: Tensor, variance: Tensor | None, moves: Tensor) -> Iterator[None]:
+    def in_any_case(
+        self, updates: Iterator[None], variance: Tensor | None, moves: Tensor, failure: Failure
+    ) -> Iterator[None]:
+        """``updates``, but all of its collectives take place, even if something raises, which ``failure`` then holds.
+
+        Args:
+            updates: of this group, perhaps with something before.
+            variance, moves: as ``updates`` takes them.
+            failure: of this rank.
+        """
+        self._met = 0
+        for turn in (1, 2, 3):
+            with failure.held("stage"):
+                next(updates, None)
+            while self._met < turn:
+                self._meet(variance, moves)
+            yield
+
+    def _meet(self, variance: Tensor | None, moves: Tensor) -> None:
+        """Begin the next collective of ``updates`` with nothing to give."""
+        self._met += 1
+        if self._met < 3:
+            dtype = torch.float32 if self._met == 1 else result_dtype(self._settings, normuon=variance is not None)
+            self.exchange.take_part(back=self._met == 2, dtype=dtype, device=moves.device)
+        elif self.row_variance is not None and variance is not None:
+            self.row_variance.begin(variance, moves)
+            self.row_variance.agree()
+
+    def updates(
+        self,
+        partition: Tensor,
+        variance: Tensor | None,
+        moves: Tensor,
+        advance: Callable[[int, int], None] | None = None,
+    ) -> Iterator[None]:
         """Overwrite U with the update ``s O`` in this rank's partition; padding stays zero. A collective.
 
         Yields twice, while slices travel: the work of another group can hide that, see ``in_turns``. With NorMuon,
@@ -118,8 +156,14 @@ class MuonGroup:
             partition: (partition_size,) fp32; not to be touched until this has ended.
             variance: (rows, 1) fp32, NorMuon's current state; not modified. None for plain Muon.
             moves: (matrices,) bool, whether each of the plan's matrices moves. If not, its U is zero.
+            advance: turns the gradient in ``partition`` into U, for so many elements from an offset on; needed on the
+                host, where ``on_host`` then has the updates.
         """
+        if advance is not None and self._ferry is not None:
+            self.on_host = HostPart(partition, advance, self._ferry.device)
+            self.on_host.advance([partition.narrow(0, held.offset, held.numel) for _, held in self._travelling])
         gathering = self.exchange.gather(partition)
+        self._met = 1
         if self.row_variance is not None and variance is not None:
             self.row_variance.begin(variance, moves)
         yield  # slices of U are on their way to the ranks that own their matrices
@@ -132,6 +176,7 @@ class MuonGroup:
         gathering.wait()
         batches = [([inputs[i] for i in indices], sum(i < len(whole) for i in indices)) for indices in together]
         returning = self._update_and_return(batches, partition, variance)
+        self._met = 2
         del gathering, gathered, inputs, batches  # frees the gathered matrices
         self._update([([whole[i] for i in indices], len(indices)) for indices in after], variance)
         yield  # slices of O are on their way to the ranks that hold them
@@ -139,6 +184,7 @@ class MuonGroup:
         returning.wait()
         if self.row_variance is not None:
             self.row_variance.agree()
+        self._met = 3
         self._scale_travellers(partition)
 
     def _inputs(self, partition: Tensor) -> list[tuple[Matrix, Tensor]]:
@@ -224,6 +270,8 @@ class MuonGroup:
         self, ferry: Ferry, batch: _Batch, count: int, variance: Tensor | None, results: dict[str, Tensor]
     ) -> Iterator[None]:
         """The same where U lies on the host, but for matrices that have travelled. In three turns."""
+        assert self.on_host is not None, "updates were given no way to advance the momentum"
+        self.on_host.advance([unit for _, unit in batch[:count]])
         copies = _Copies()
         units = [copies.of(m, unit) if m.piece.strips else unit for m, unit in batch]
         rising = ferry.up(units[:count])
@@ -233,26 +281,42 @@ class MuonGroup:
         inputs = [(matrix, u) for (matrix, _), u in zip(batch, lifted, strict=True)]
         outputs = self.orthogonalize(inputs)
         factors = self._factors(inputs, outputs, variance)
-        falling = ferry.down([outputs[:count]] if factors is None else [outputs[:count], factors[:count]])
-        results.update(_results(inputs[count:], outputs[count:], None if factors is None else factors[count:]))
-        del rising, lifted, inputs, outputs  # memory of the accelerator
-        yield  # O is on its way down
-
-        stored, *of_rows = falling.on_host()
         scale = self._scale(batch[0][0])
-        store_updates(stored, units[:count], scale=scale, factors=of_rows[0] if of_rows else None)
-        copies.put_back(batch[:count])
+        here = outputs[:count] if factors is None else outputs[:count] * factors[:count]
+        in_strips = any(matrix.piece.strips for matrix, _ in batch[:count])
+        falling = ferry.down([here], None if in_strips else self.on_host.land(here, units[:count], scale))
+        results.update(_results(inputs[count:], outputs[count:], None if factors is None else factors[count:]))
+        del rising, lifted, inputs, outputs, here  # memory of the accelerator
+        yield  # the results are on their way down
+
+        arrived = falling.on_host()
+        if in_strips:
+            store_updates(arrived[0], units[:count], scale=scale)
+            copies.put_back(batch[:count])
 
     def commit(self, variance: Tensor | None) -> None:
         """Overwrite NorMuon's state with the staged variances."""
         if self.row_variance is not None and variance is not None:
             self.row_variance.commit(variance)
 
-    def nonfinite(self, partition: Tensor) -> list[str]:
-        """The matrices with a value in this rank's partition that is not finite. Blocks the host."""
+    def sizes(self, partition: Tensor) -> Tensor:
+        """What is finite exactly if all updates in this rank's partition are. On the host, a number of each batch."""
+        return partition if self.on_host is None else self.on_host.sizes()
+
+    def nonfinite(self, partition: Tensor | None) -> list[str]:
+        """The matrices with a value in this rank's partition that is not finite. Blocks the host.
+
+        Args:
+            partition: (partition_size,); None for the updates that are on the host.
+        """
         names: list[str] = []
         for unit, here in self._held:
-            bad = partition.narrow(0, here.offset, here.numel).isfinite().logical_not_()
+            if partition is not None:
+                values = partition.narrow(0, here.offset, here.numel)
+            else:
+                assert self.on_host is not None
+                values = self.on_host.of(here.offset, here.numel)
+            bad = values.isfinite().logical_not_()
             if bad.any():
                 elements = bad.nonzero().view(-1) + here.start
                 names += [unit.matrices[number].name for number in unit.piece.holding(elements)]

@@ -1,18 +1,25 @@
 """CPU offload of the optimizer: how matrices on the host reach the accelerator, and results come back.
 
 With ``offload_optimizer.device`` "cpu" the flat partitions of weights, gradients and state lie on the host. A step is
-the same as without; only Newton-Schulz and what ranks exchange need the accelerator. So U goes up, and O comes down, a
-batch of matrices at a time: ``STAGING_BYTES`` bounds them, whatever the size of the partition. On CPU ranks "host" and
-"accelerator" are both the CPU, and the copies are made all the same.
+the same as without; only Newton-Schulz and what ranks exchange need the accelerator. So the momentum advances, U goes
+up, and O comes down, a batch of matrices at a time: ``STAGING_BYTES`` bounds them, whatever the size of the partition.
+On CPU ranks "host" and "accelerator" are both the CPU, and the copies are made all the same.
+
+The host's memory is what a step waits for. So O comes down as it is, into the place of its U, and is scaled when the
+weights move: see ``HostPart``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import repeat
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from ds_muon.passes import sum_of_squares
 
 STAGING_BYTES = 256 << 20
 """Most bytes of U on the accelerator at a time, of matrices that this rank holds and owns; a larger one is alone. The
@@ -72,19 +79,29 @@ class Ferry:
             copies = [matrix.to(self.device, non_blocking=True) for matrix in matrices]
             return Journey(copies, stream.record_event())
 
-    def down(self, results: Sequence[Tensor]) -> Journey:
-        """Start to copy results to the host, contiguous, as what is queued now will have left them."""
+    def down(self, results: Sequence[Tensor], places: Sequence[Tensor] | None = None) -> Journey:
+        """Start to copy results to the host, contiguous, as what is queued now will have left them.
+
+        Args:
+            results: on the accelerator.
+            places: on the host, for each matrix of the only result; by default new memory for each result.
+        """
         # Copies first, because an iteration may use the memory of its result again.
         results = [result.clone(memory_format=torch.contiguous_format) for result in results]
+        if places is None:
+            places = [
+                torch.empty(result.shape, dtype=result.dtype, device="cpu", pin_memory=self._pinned)
+                for result in results
+            ]
+        else:
+            results = [matrix for result in results for matrix in result.unbind()]
         if self.device.type != "cuda" or not results:
-            return Journey([result.to("cpu") for result in results], None)
+            return Journey([place.copy_(result) for place, result in zip(places, results, strict=True)], None)
         with self._beside("down", after=torch.cuda.current_stream(self.device)) as stream:
-            copies = []
-            for result in results:
-                copy = torch.empty(result.shape, dtype=result.dtype, device="cpu", pin_memory=self._pinned)
-                copies.append(copy.copy_(result, non_blocking=True))
+            for place, result in zip(places, results, strict=True):
+                place.copy_(result, non_blocking=True)
                 result.record_stream(stream)
-            return Journey(copies, stream.record_event())
+            return Journey(list(places), stream.record_event())
 
     @contextmanager
     def _beside(self, direction: str, *, after: torch.cuda.Stream | None) -> Iterator[torch.cuda.Stream]:
@@ -96,3 +113,99 @@ class Ferry:
             stream.wait_stream(after)
         with torch.cuda.stream(stream):
             yield stream
+
+
+# Most elements of a stretch: what is done to it then finds it in the caches, and copies follow closely.
+_AT_A_TIME = 1 << 22
+
+
+class Stretch(NamedTuple):
+    """A part of a partition.
+
+    Attributes:
+        offset: its first element in the partition.
+        update: flat: the update, or O in the dtype of the iteration.
+        scale: what the update has to be multiplied by.
+    """
+
+    offset: int
+    update: Tensor
+    scale: float = 1.0
+
+
+class HostPart:
+    """A Muon group's partition on the host in the course of a step: gradients, then U, then updates.
+
+    Args:
+        partition: (partition_size,) fp32.
+        advance: advances the momentum of so many elements from an offset on, and turns their gradient into U.
+        device: the accelerator.
+    """
+
+    def __init__(self, partition: Tensor, advance: Callable[[int, int], None], device: torch.device) -> None:
+        self._partition = partition
+        self._device = device
+        self._advance = advance
+        self._advanced: set[int] = set()
+        self._landed: dict[int, Stretch] = {}
+        self._largest: list[Tensor] = []
+
+    def advance(self, parts: Sequence[Tensor]) -> None:
+        """Turn gradients into U, once however often it is asked for.
+
+        Args:
+            parts: contiguous views of the partition.
+        """
+        for part in parts:
+            if (offset := self._offset(part)) not in self._advanced:
+                self._advanced.add(offset)
+                self._advance(offset, part.numel())
+
+    def land(self, outputs: Tensor, units: Sequence[Tensor], scale: float) -> list[Tensor]:
+        """Give out the places of U for O.
+
+        Args:
+            outputs: (batch, rows, cols), of at most four bytes an element; not modified.
+            units: views of the partition, (rows, cols), that are not needed any more.
+            scale: of O.
+
+        Returns:
+            (rows, cols) for each unit, of the dtype of O.
+        """
+        if units:  # the largest of nothing is undefined
+            self._largest.append(torch.linalg.vector_norm(outputs, ord=float("inf")).float() * scale)
+        places = [unit.view(-1).view(outputs.dtype)[: unit.numel()] for unit in units]
+        for unit, place in zip(units, places, strict=True):
+            offset = self._offset(unit)
+            self._landed[offset] = Stretch(offset, place, scale)
+        return [place.view_as(unit) for place, unit in zip(places, units, strict=True)]
+
+    def stretches(self) -> Iterator[Stretch]:
+        """The whole partition, in order."""
+        for offset, update, scale in sorted([*self._landed.values(), *self._between()], key=lambda part: part.offset):
+            starts = range(offset, offset + update.numel(), _AT_A_TIME)
+            yield from map(Stretch, starts, torch.split(update, _AT_A_TIME), repeat(scale))
+
+    def _between(self) -> list[Stretch]:
+        """What has not landed: updates in fp32, and padding."""
+        found: list[Stretch] = []
+        start = 0
+        for offset in [*sorted(self._landed), self._partition.numel()]:
+            if offset > start:
+                found.append(Stretch(offset=start, update=self._partition[start:offset]))
+            start = offset + (self._landed[offset].update.numel() if offset in self._landed else 0)
+        return found
+
+    def of(self, offset: int, numel: int) -> Tensor:
+        """What is at a unit's place: its update, but for a finite factor."""
+        return self._landed[offset].update if offset in self._landed else self._partition.narrow(0, offset, numel)
+
+    def sizes(self) -> Tensor:
+        """Some fp64 numbers on the accelerator that are finite exactly if all updates are."""
+        host = [sum_of_squares(update) for _, update, _ in self._between()]
+        return torch.stack(
+            [size.double().to(self._device) for size in (torch.zeros((), device="cpu"), *self._largest, *host)]
+        )
+
+    def _offset(self, part: Tensor) -> int:
+        return int(part.storage_offset() - self._partition.storage_offset())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.optim.optimizer import Optimizer
 from ds_muon.config import DSMuonConfig
 from ds_muon.dtypes import DTYPES
 from ds_muon.learning_rates import GroupRate
+from ds_muon.offload import Stretch
 from ds_muon.param_groups import GROUP_KEYS
 from ds_muon.passes import Where, advance_momentum_, apply_update_, chunk_on
 from ds_muon.routing import Routing
@@ -70,6 +72,8 @@ class DSMuon(Optimizer):
         )
         self._adamw: torch.optim.AdamW | None = None
         self._where: dict[int, Where | None] = {}
+        self.on_host: ModuleType | None = None
+        """Compiled passes, if the partitions are on the host for CPU offload and these can be had."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Serves the constructor only.
@@ -144,25 +148,42 @@ class DSMuon(Optimizer):
                 return f"param group {group['name']!r} has momentum = {group['momentum']:g}: {problem}"
         return None
 
-    def advance_momentum_(self, group_index: int, gradient: Tensor, where: Where | None) -> None:
+    def advance_momentum_(
+        self, group_index: int, gradient: Tensor, where: Where | None, offset: int = 0, numel: int | None = None
+    ) -> None:
         """Advance the momentum of a Muon group by one averaged, unscaled gradient.
 
         Args:
             group_index: a Muon group.
             gradient: (partition_size,) fp32; overwritten with U.
             where: which of the partition's matrices move: their momentum now, their weight in ``step``. None for all.
+            offset, numel: the elements to work on; by default all.
         """
         self._where[group_index] = where
         group = self.param_groups[group_index]
-        momentum_buffer, momentum, nesterov = self.momentum_buffer(group_index), group["momentum"], group["nesterov"]
-        advance_momentum_(gradient, momentum_buffer, momentum=momentum, nesterov=nesterov, where=where)
+        g, m = (
+            flat.narrow(0, offset, flat.numel() if numel is None else numel)
+            for flat in (gradient, self.momentum_buffer(group_index))
+        )
+        here = where if where is None else where.starting(offset)
+        advance_momentum_(g, m, momentum=group["momentum"], nesterov=group["nesterov"], where=here)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self,
+        closure: Callable[[], float] | None = None,
+        *,
+        staged: Sequence[Iterable[Stretch]] | None = None,
+    ) -> None:
         """Apply what is staged in ``.grad``: the update ``s O`` of Muon groups, the gradient of AdamW groups.
 
         A Muon group without ``.grad`` stays as it is, and so does a matrix that ``advance_momentum_`` has not moved.
         The ``.grad`` of Muon groups is overwritten.
+
+        Args:
+            closure: none.
+            staged: what is staged for each Muon group; by default its ``.grad``. As soon as a stretch has been applied,
+                the next is asked for.
 
         Raises:
             ValueError: a closure was given.
@@ -176,9 +197,21 @@ class DSMuon(Optimizer):
             if group["use_muon"]:
                 lr, weight_decay, where = group["lr"], group["weight_decay"], self._where.pop(i, None)
                 for p in group["params"]:
-                    if p.grad is not None:
-                        apply_update_(p, p.grad, lr=lr, weight_decay=weight_decay, where=where)
-        if self._adamw is not None:
+                    if p.grad is None:
+                        continue
+                    for offset, update, scale in [Stretch(0, p.grad)] if staged is None else staged[i]:
+                        w = p.narrow(0, offset, update.numel())
+                        here = None if where is None else where.starting(offset)
+                        apply_update_(w, update, lr=lr, weight_decay=weight_decay, where=here, scale=scale)
+        if self.on_host is not None:
+            for group in self.adamw_groups:
+                (p,) = group["params"]
+                state = self.state[p]
+                state["step"] += 1
+                settings = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
+                moments = state["exp_avg"], state["exp_avg_sq"]
+                self.on_host.adamw_(p, p.grad, *moments, step=float(state["step"]), **settings)
+        elif self._adamw is not None:
             self._adamw.param_groups, self._adamw.state = _in_pieces(self.adamw_groups, self.state)
             self._adamw.step()
 

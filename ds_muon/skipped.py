@@ -161,10 +161,15 @@ def bad_updates(zero: MuonZeroOptimizer, gradients: Sequence[Tensor], findings: 
     """
     if findings.updates == FINITE:
         return ""
-    found = [
-        (group.nonfinite(gradients[i]), group.nonfinite(zero.optimizer.momentum_buffer(i)))
-        for i, group in enumerate(zero.muon_groups)
-    ]
+    found: list[tuple[list[str], list[str]]] = []
+    with zero.failure.held("decide"):
+        found = [
+            (
+                group.nonfinite(None if group.on_host else gradients[i]),
+                group.nonfinite(zero.optimizer.momentum_buffer(i)),
+            )
+            for i, group in enumerate(zero.muon_groups)
+        ]
     everywhere = [of_group for of_rank in gather(found, zero.dp_process_group) for of_group in of_rank]
     bad = {name for of_updates, _ in everywhere for name in of_updates}
     bad_momentum = {name for _, of_momentum in everywhere for name in of_momentum}

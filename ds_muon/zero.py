@@ -4,12 +4,14 @@ A step has five phases: ``take_gradients``, ``measure``, ``stage``, ``decide``, 
 groups and is a range in torch's profiler. ``stage`` moves the momentum, unless the gradients forbid the step. Only
 ``commit`` moves weights, AdamW's state and NorMuon's variances.
 
-The host waits for the device once, in ``decide``: for the norms of the gradients and, with ``nan_guard`` on, for the
-byte that says whether all updates are finite. The phases before are queued without knowing the outcome. With
-``nan_guard`` "off", ``commit`` is queued while Newton-Schulz still runs.
+The host waits for the device once, in ``decide``: for the norms of the gradients, and for the byte that says whether a
+rank has failed (see ``failure``) and, with ``nan_guard`` on, whether all updates are finite. The phases before are
+queued without knowing the outcome. On a single rank with ``nan_guard`` "off" there is nothing to agree on, and
+``commit`` is queued while Newton-Schulz still runs.
 
 With CPU offload the partitions are on the host, which then waits more often: for the gradients to come down, for the
-measures of all ranks before the momentum moves, and for every batch of O.
+measures of all ranks before the momentum moves, and for every batch of O. A batch's momentum advances just before its U
+goes up, and ``commit`` sends weights to the model while it computes others.
 
 What surrounds a step is in ``zero_base``: gradients as the reduction leaves them, the model's weights, checkpoints.
 
@@ -21,7 +23,8 @@ owns, what travels), ``exchange`` (slices there and back) and ``orthogonalize`` 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,13 +33,13 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from torch import Tensor
 
-from ds_muon.agree import raise_together
 from ds_muon.capture import NanCapture
 from ds_muon.exchange import element_bytes
-from ds_muon.guard import Findings, StepGuard, Verdict
+from ds_muon.failure import Failure
+from ds_muon.guard import FAILED, Findings, StepGuard, Verdict
 from ds_muon.layout import outputs
 from ds_muon.muon_group import MuonGroup, in_turns
-from ds_muon.offload import Ferry
+from ds_muon.offload import Ferry, Stretch
 from ds_muon.optimizer import LARGEST_IN_LIST, DSMuon
 from ds_muon.orthogonalize import release
 from ds_muon.passes import sum_of_squares
@@ -48,6 +51,7 @@ from ds_muon.skipped import Skips, bad_updates
 from ds_muon.zero_base import MuonZeroBase
 
 if TYPE_CHECKING:
+    from ds_muon.telemetry import Telemetry
     from ds_muon.verify.in_training import TrainingCheck
 
 
@@ -57,6 +61,7 @@ class MuonZeroOptimizer(MuonZeroBase):
     Attributes:
         plan: who holds and who owns each Muon matrix. Muon's param groups are the first ones.
         training_check: checks every ``verify_every``-th step from around it. ``registration`` sets it; else None.
+        telemetry: observes every ``telemetry_every``-th step in the same way.
         muon_groups: one per Muon param group.
         skips: counts the skipped steps.
         steps: calls of ``step`` in this process, skipped steps included.
@@ -71,7 +76,8 @@ class MuonZeroOptimizer(MuonZeroBase):
         self._capture = NanCapture(self._rank)
         groups = [group["name"] for group in init_optimizer.param_groups]
         rules = (config.nan_guard, config.grad_norm_skip_threshold)
-        self.guard = StepGuard(*rules, self._capture, self.dp_process_group)
+        self.failure = Failure(self.dp_process_group)
+        self.guard = StepGuard(*rules, self._capture, self.failure, self.dp_process_group)
         self.skips = Skips(*rules, groups, self._capture, self.dp_process_group)
         self.plan = self._make_plan()
         ferry = Ferry(self.accelerator, pinned=self.cpu_offload_pin_memory) if self.cpu_offload else None
@@ -92,6 +98,7 @@ class MuonZeroOptimizer(MuonZeroBase):
         self._frozen = [(name, p) for p, name in param_names.items() if not p.requires_grad]
         self._lazy_init_hp_params_optimizer_state()
         self.training_check: TrainingCheck | None = None
+        self.telemetry: Telemetry | None = None
 
     # ---- construction -------------------------------------------------------------------------------------------
 
@@ -162,27 +169,36 @@ class MuonZeroOptimizer(MuonZeroBase):
 
         Raises:
             DSMuonRefusal: there are no gradients, or the script has done what forbids a step. Nothing has moved.
+            Exception: whatever has failed on a rank, before anything is committed. The others raise a ``RuntimeError``
+                that quotes it. If ``commit`` has failed, all raise in the next step.
             NonFiniteUpdate: on every rank. An update is not finite, and ``nan_guard`` is "raise" or a rank has captured
                 the input. With ``nan_guard`` "off", a capture raises in the next step.
         """
         if refusal := nothing_to_step_on(self):
             raise DSMuonRefusal(refusal)
-        with nullcontext() if self.training_check is None else self.training_check.around_step():
+        with ExitStack() as instruments:
+            for instrument in (self.telemetry, self.training_check):
+                if instrument is not None:
+                    instruments.enter_context(instrument.around_step())
             self._step_all_groups()
         self.timers.log(deepspeed_zero.OPTIMIZER_TIMERS)
 
     def _step_all_groups(self) -> None:
         self.micro_step_id = deepspeed_zero.INITIAL_MICRO_STEP_ID
         self.steps += 1
+        self.failure.step = self.steps
+        gradients: list[Tensor] = []
         with self._timed(deepspeed_zero.OPTIMIZER_GRADIENTS_TIMER):
-            gradients = self.take_gradients()
-            refusal = step_refusal(self, self._frozen)
-            verdict = self.measure(gradients, refusal is not None)
+            with self.failure.held("take_gradients"):
+                gradients = self.take_gradients()
+                if refusal := step_refusal(self, self._frozen):
+                    raise DSMuonRefusal(refusal)
+            verdict = self.measure(gradients)
         with self._timed(deepspeed_zero.OPTIMIZER_STEP_TIMER):
             self.stage(gradients, verdict)
             findings = self.decide(gradients, verdict)
-            if findings.refused:
-                raise_together(None if refusal is None else DSMuonRefusal(refusal), self.dp_process_group)
+            if findings.updates == FAILED:
+                self.failure.raise_on_all()
             # A spike or a bad kernel says nothing about the loss scale.
             self._update_scale(not findings.gradients_are_finite)
             self._global_grad_norm = self._on_device(findings.norm) if self.compute_grad_norm else None
@@ -190,7 +206,9 @@ class MuonZeroOptimizer(MuonZeroBase):
             if self.overflow:
                 self.skips.explain(findings, bad_updates(self, gradients, findings), self.dynamic_loss_scale)
                 return
-            self.commit(gradients, findings)
+            # By now the others commit as well. Of an error here they learn in the next step, or save.
+            with self.failure.held("commit"):
+                self.commit(gradients, findings)
         with self._timed(deepspeed_zero.OPTIMIZER_ALLGATHER_TIMER):
             self.update_lp_params()
             self._bind_model()
@@ -204,7 +222,14 @@ class MuonZeroOptimizer(MuonZeroBase):
         """
         self._wait_for_offload_copies()
         self._arrived.clear()
-        return [self._take_gradient(i) for i in range(len(self.bit16_groups))]
+        self._sent.clear()
+        groups = range(len(self.bit16_groups))
+        try:
+            return [self._take_gradient(i) for i in groups]
+        except Exception:
+            for i in groups:
+                self._release_gradient(i)  # the next step would add to them
+            raise
 
     def _take_gradient(self, group_index: int) -> Tensor:
         fragments = self.averaged_gradients[group_index]
@@ -218,44 +243,58 @@ class MuonZeroOptimizer(MuonZeroBase):
                 pieces = [part for piece in pieces for part in torch.split(piece, LARGEST_IN_LIST)]
             # torch.cat takes twice as long where it converts: 1.16 ms, not 0.56, for 72 of 2048 x 2048 in bf16 on H200.
             torch._foreach_copy_(torch.split(gradient, [piece.numel() for piece in pieces]), pieces)
+        self._release_gradient(group_index)
+        return gradient if self.loss_scale == 1 else gradient.mul_(1 / self.loss_scale)
+
+    def _release_gradient(self, group_index: int) -> None:
         self._release_preflattened_grad_buffers(group_index)
         self.averaged_gradients[group_index] = None
         self.all_grad_tensors[group_index] = None
         self.free_grad_in_param_list(self.bit16_groups[group_index])
-        return gradient if self.loss_scale == 1 else gradient.mul_(1 / self.loss_scale)
 
     @profiled("measure")
-    def measure(self, gradients: Sequence[Tensor], refuse: bool) -> Verdict:
+    def measure(self, gradients: Sequence[Tensor]) -> Verdict:
         """Whether the gradients of all ranks allow the step, and which matrices move. A collective.
 
         Args:
-            gradients: as ``take_gradients`` returns them; not modified.
-            refuse: whether this rank refuses the step.
+            gradients: as ``take_gradients`` returns them; not modified. None where that has failed.
         """
-        of_muon, of_adamw = gradients[: len(self.muon_groups)], gradients[len(self.muon_groups) :]
-        there = self.accelerator  # where ranks communicate
-        by_matrix = [group.squares(g).to(there) for group, g in zip(self.muon_groups, of_muon, strict=True)]
-        return self.guard.measure(by_matrix, [sum_of_squares(g).to(there) for g in of_adamw], refuse)
+        muon, there = len(self.muon_groups), self.accelerator  # where ranks communicate
+        squares: list[Tensor] = []
+        if gradients:
+            with self.failure.held("measure"):
+                squares = [group.squares(g).to(there) for group, g in zip(self.muon_groups, gradients, strict=False)]
+                squares += [sum_of_squares(g).to(there) for g in gradients[muon:]]
+        if self.failure.error is not None:
+            sizes = [len(group.matrices) for group in self.plan.groups] + [1] * (len(self.bit16_groups) - muon)
+            squares = [torch.zeros(size, dtype=torch.float64, device=there) for size in sizes]
+        return self.guard.measure(squares[:muon], squares[muon:])
 
     @profiled("stage")
     def stage(self, gradients: Sequence[Tensor], verdict: Verdict) -> None:
         """Move the momentum and turn Muon's gradients, in place, into updates ``s O``; AdamW's stay. A collective."""
-        # Nothing is captured in a step that the gradients forbid.
-        self._capture.start_step(self.steps, verdict.may_move)
-        in_turns([self._updates(i, gradients[i], verdict.moves[i]) for i in range(len(self.muon_groups))])
+        with self.failure.held("stage"):
+            # Nothing is captured in a step that the gradients forbid.
+            self._capture.start_step(self.steps, verdict.may_move)
+        turns = []
+        for i, (group, moves) in enumerate(zip(self.muon_groups, verdict.moves, strict=True)):
+            updates = self._updates(i, gradients[i], moves) if gradients else iter(())
+            turns.append(group.in_any_case(updates, self.optimizer.row_variance(i), moves, self.failure))
+        in_turns(turns)
 
     def _updates(self, i: int, gradient: Tensor, moves: Tensor) -> Iterator[None]:
         group = self.muon_groups[i]
         where = group.where(gradient, moves.to(gradient.device))
-        # On the host the flags can be looked at, so that no element need be.
-        everything = self.cpu_offload and bool(where.flags.all())
-        self.optimizer.advance_momentum_(i, gradient, None if everything else where)
-        yield from group.updates(gradient, self.optimizer.row_variance(i), moves)
+        advance = partial(self.optimizer.advance_momentum_, i, gradient, where)
+        if not self.cpu_offload:
+            advance()
+        yield from group.updates(gradient, self.optimizer.row_variance(i), moves, advance if self.cpu_offload else None)
 
     @profiled("decide")
     def decide(self, gradients: Sequence[Tensor], verdict: Verdict) -> Findings:
-        """Decide with all ranks whether to commit; the host waits. A collective if ``nan_guard`` is on."""
-        return self.guard.decide(verdict, gradients[: len(self.muon_groups)])
+        """Decide with all ranks whether to commit; the host waits. A collective."""
+        updates = (group.sizes(g) for group, g in zip(self.muon_groups, gradients, strict=False))  # if it is asked for
+        return self.guard.decide(verdict, updates)
 
     @profiled("commit")
     def commit(self, gradients: Sequence[Tensor], findings: Findings) -> None:
@@ -268,12 +307,21 @@ class MuonZeroOptimizer(MuonZeroBase):
                 gradient.mul_(clip)
         for flat, gradient in zip(self.single_partition_of_fp32_groups, gradients, strict=True):
             flat.grad = gradient
-        self.optimizer.step()
-        if not self.cpu_offload:  # else it is the place for the next step's
+        if self.cpu_offload:  # .grad stays, as the place for the next step's
+            self.optimizer.step(staged=[self._sent_up(i) for i in range(len(self.muon_groups))])
+        else:
+            self.optimizer.step()
             for flat in self.single_partition_of_fp32_groups:
                 flat.grad = None
         for i, group in enumerate(self.muon_groups):
             group.commit(self.optimizer.row_variance(i))
+
+    def _sent_up(self, i: int) -> Iterator[Stretch]:
+        """The updates of a Muon group on the host. Weights that have moved go up while the next are computed."""
+        if (part := self.muon_groups[i].on_host) is not None:
+            for stretch in part.stretches():
+                yield stretch
+                self.send_up(i, stretch.offset + stretch.update.numel())
 
     def _adamw_clip(self, findings: Findings) -> float:
         if self.clip_grad <= 0:

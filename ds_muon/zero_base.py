@@ -11,6 +11,7 @@ from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from torch import Tensor
 
 from ds_muon.checkpoint import Found
+from ds_muon.failure import Failure
 from ds_muon.muon_group import MuonGroup
 from ds_muon.optimizer import CUT_STATE
 from ds_muon.progress import Progress
@@ -24,10 +25,12 @@ class MuonZeroBase(OffloadZero):
 
     Attributes:
         muon_groups: one per Muon param group, which are the first ones.
+        failure: what has failed in this rank's part of a step.
         save: the ``save_checkpoint`` under way, which shards name. ``registration`` sets it; else None.
     """
 
     muon_groups: list[MuonGroup]
+    failure: Failure
     save: Save | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -128,7 +131,13 @@ class MuonZeroBase(OffloadZero):
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """DeepSpeed's own, with the ``layout`` and a ``description`` of what lies in it."""
+        """DeepSpeed's own, with the ``layout`` and a ``description`` of what lies in it.
+
+        Raises:
+            RuntimeError: this rank has failed in the last step, while it committed.
+        """
+        if self.failure.error is not None:
+            raise RuntimeError(f"nothing is saved: {self.failure}") from self.failure.error
         state: dict[str, Any] = super().state_dict()
         return {**state, LAYOUT: layout(self), SHARD: description(self, self.save)}
 
@@ -150,8 +159,27 @@ class MuonZeroBase(OffloadZero):
         Args:
             found: from ``check_before_loading``.
             from_fp32_weights: whether to load the fp32 weights; else they are made from the weights that the model has.
+
+        Raises:
+            Exception: a rank could not read what it will hold. The others raise a ``RuntimeError`` that quotes it.
         """
+        self.failure.clear()
         self._wait_for_offload_copies()
+        with self.failure.held("load_checkpoint"):
+            self._read(found, from_fp32_weights)
+        self.failure.raise_on_all()
+        if from_fp32_weights and not found.is_of_dtype(self.bit16_groups_flat[0].dtype):
+            # The engine has loaded weights that were rounded to another dtype.
+            self.update_lp_params()
+            self._bind_model()
+        elif from_fp32_weights:
+            self._bind_model(keep=True)
+        else:
+            self._restore_from_bit16_weights()
+        self._link_all_hp_params()
+        self._link_optimizer_state()
+
+    def _read(self, found: Found, from_fp32_weights: bool) -> None:
         same_dtype = found.is_of_dtype(self.bit16_groups_flat[0].dtype)
         scaler = (LOSS_SCALER, "dynamic_loss_scale")
         self._load_global_state({k: v for k, v in found.whole.items() if same_dtype or k not in scaler})
@@ -176,16 +204,6 @@ class MuonZeroBase(OffloadZero):
             if variance is not None and group.row_variance is not None:
                 for name, _ in self._shapes(i):
                     group.row_variance.of_tensor(variance, name).copy_(found.row_variance(name))
-        if from_fp32_weights and not same_dtype:
-            # The engine has loaded weights that were rounded to another dtype.
-            self.update_lp_params()
-            self._bind_model()
-        elif from_fp32_weights:
-            self._bind_model(keep=True)
-        else:
-            self._restore_from_bit16_weights()
-        self._link_all_hp_params()
-        self._link_optimizer_state()
 
     def _restore_from_bit16_weights(self) -> None:
         """DeepSpeed's own, from the weights that the model holds, wherever a script has put them."""

@@ -15,8 +15,10 @@ from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import Tensor
 
-# Elements of the weights that the host rounds, and then sends on their way.
-_AT_A_TIME = 1 << 24
+from ds_muon.passes import compile_for_host
+
+# Elements of the weights that the host rounds at a time, so that they stay in its caches, and sends on their way.
+_AT_A_TIME = 1 << 22
 
 
 class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
@@ -32,8 +34,11 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._arrived: set[int] = set()
         """Parameters with a gradient in this step, in what this rank holds."""
+        self._sent: dict[int, int] = {}
+        """How many of a group's weights are on their way up in this step."""
         super().__init__(*args, **kwargs)
         if self.cpu_offload:
+            self.optimizer.on_host = compile_for_host()
             # As large as the largest parameter, and of no use here.
             self.temp_grad_buffer_for_gpu_offload = self.temp_grad_buffer_for_cpu_offload = None
 
@@ -116,14 +121,9 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
         if not self.cpu_offload:
             super().update_lp_params()
             return
-        self._wait_for_offload_copies()
-        partitions = zip(self.parallel_partitioned_bit16_groups, self.real_dp_process_group, strict=True)
-        of_rank = [partition[dist.get_rank(group=group)] for partition, group in partitions]
-        buffers = self.param_buffer_of_bit16_for_cpu_offload_groups
-        for model, weights, buffer in zip(of_rank, self.single_partition_of_fp32_groups, buffers, strict=True):
-            parts = (torch.split(tensor.detach(), _AT_A_TIME) for tensor in (model, weights, buffer))
-            for goal, part, rounded in zip(*parts, strict=True):
-                goal.copy_(rounded.copy_(part), non_blocking=True)
+        for i, weights in enumerate(self.single_partition_of_fp32_groups):
+            self.send_up(i, weights.numel())
+        self._sent.clear()
         self._record_offload_copy()
         deepspeed_zero.all_gather_dp_groups(
             groups_flat=self.bit16_groups_flat,
@@ -132,6 +132,27 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
             start_alignment_factor=self.nccl_start_alignment_factor,
             allgather_bucket_size=self.allgather_bucket_size,
         )
+
+    @torch.no_grad()
+    def send_up(self, group_index: int, end: int) -> None:
+        """Round the weights of a group up to ``end``, as the model holds them, and send up what has not been sent.
+
+        Few at a time wait for more, but for the last.
+        """
+        start = self._sent.get(group_index, 0)
+        weights = self.single_partition_of_fp32_groups[group_index]
+        if end - start < min(_AT_A_TIME, weights.numel() - start):
+            return
+        if not self._sent:
+            self._wait_for_offload_copies()  # of the last weights, from the same buffers
+        self._sent[group_index] = end
+        model = self.parallel_partitioned_bit16_groups[group_index][
+            dist.get_rank(group=self.real_dp_process_group[group_index])
+        ]
+        rounded = self.param_buffer_of_bit16_for_cpu_offload_groups[group_index]
+        parts = (torch.split(flat.detach()[start:end], _AT_A_TIME) for flat in (model, weights, rounded))
+        for goal, part, buffer in zip(*parts, strict=True):
+            goal.copy_(buffer.copy_(part), non_blocking=True)
 
     def offload_states(self, include: Container[OffloadStateTypeEnum] | None = None, *args: Any, **kwargs: Any) -> None:
         """DeepSpeed's own; with CPU offload, of the model's weights alone, because the rest is on the host anyway."""

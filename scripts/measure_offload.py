@@ -1,12 +1,16 @@
 """Measure CPU offload of the optimizer on one GPU: time of an iteration and of its step, bytes on GPU and host.
 
-    python scripts/measure_offload.py --model gpt-1.2b --json offload.json
-    python scripts/measure_offload.py --model gpt-1.2b --only dsmuon-offload --trace trace.json
-    python scripts/measure_offload.py --layers 40 --width 4096 --only dsmuon dsmuon-offload    # what fits
+    python scripts/measure_offload.py --models gpt-303m gpt-1.2b --json offload.json --trace trace.json
+    python scripts/measure_offload.py --models gpt-3b --only dsmuon-offload adamw-offload
+    python scripts/measure_offload.py --largest            # the largest GPT that trains with offload and without
 
 DSMuon with and without offload, AdamW offloaded (DeepSpeedCPUAdam) and DeepSpeed's Muon offloaded; each in a process of
-its own, which is given up after ``--limit`` seconds, and all of them ``--passes`` times in turn. The host's threads are
-those of the process: ``OMP_NUM_THREADS`` is set to all cores unless it is given.
+its own, all of them ``--passes`` times in turn. No process takes longer than ``--limit`` seconds, and none begins after
+``--budget`` seconds. A candidate stops after ``--rounds`` iterations or ``--seconds``. The bus is measured by plain
+copies of pinned memory, 4 bytes per parameter up and 2 down.
+
+The host's threads are those of the process: ``OMP_NUM_THREADS`` is set to all cores unless it is given. A step of
+DSMuon is also shown by its phases, from torch's profiler; ``--trace`` writes one, for the last of the models.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import argparse
 import json
 import os
 import resource
+import socket
 import statistics
 import subprocess
 import sys
@@ -35,11 +40,11 @@ CANDIDATES: dict[str, dict[str, Any]] = {
         "zero": ON_HOST,
     },
 }
-WARMUP = 3
+PASSED_ON = ("candidate", "layers", "width", "micro_batch", "sequence", "rounds", "seconds")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """One candidate, in this process."""
+    """One candidate and one size, in this process."""
     import deepspeed
     import torch
     from deepspeed.accelerator import get_accelerator
@@ -52,9 +57,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     on_gpu = device.type == "cuda"
     synchronize = torch.cuda.synchronize if on_gpu else (lambda: None)
     torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16 if on_gpu else torch.float32)
     with torch.device(device):
         model = GPT(GPTConfig(options.layers, options.width // 64, options.width, block_size=options.sequence))
-    parameters = sum(p.numel() for p in model.parameters())
+    torch.set_default_dtype(torch.float32)
     config = {
         "train_micro_batch_size_per_gpu": options.micro_batch,
         "gradient_clipping": 0.0,
@@ -80,97 +86,226 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         end = time.perf_counter()
         return 1e3 * (end - start), 1e3 * (end - before), float(loss.detach())
 
-    for _ in range(WARMUP):
+    begun = time.perf_counter()
+
+    def in_time() -> bool:
+        return time.perf_counter() - begun < options.seconds
+
+    for _ in range(3):
         iterate()
+        if not in_time():
+            break
     resident = torch.cuda.memory_allocated(device) if on_gpu else 0
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    times = [iterate() for _ in range(options.rounds)]
+    times = [iterate()]
+    while len(times) < options.rounds and in_time():
+        times.append(iterate())
+    zero = engine.optimizer
+    flats = [*zero.single_partition_of_fp32_groups, *getattr(zero, "param_buffer_of_bit16_for_cpu_offload_groups", [])]
+    states = [value for state in zero.optimizer.state.values() for value in state.values()]
+    tensors = [*flats, *(flat.grad for flat in flats), *states]
+    of_host = [t for t in tensors if torch.is_tensor(t) and (t.device.type == "cpu" or not on_gpu)]
     found = {
-        "parameters": parameters,
+        "parameters": sum(p.numel() for p in engine.module.parameters()),
         "iteration_ms": [iteration for iteration, _, _ in times],
         "step_ms": [step for _, step, _ in times],
         "loss": times[-1][2],
-        "device": torch.cuda.get_device_name(device) if on_gpu else "CPU",
         "resident_bytes": resident,
         "peak_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else 0,
+        "host_bytes": sum(tensor.nbytes for tensor in of_host),
         "host_peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        "device": torch.cuda.get_device_name(device) if on_gpu else "CPU",
         "threads": torch.get_num_threads(),
     }
-    if options.trace is not None:
+    if options.candidate.startswith("dsmuon"):
         with torch.profiler.profile() as profiler:
             iterate()
-        profiler.export_chrome_trace(str(options.trace))
-        print(profiler.key_averages().table(sort_by="cpu_time_total", row_limit=30), file=sys.stderr)
+        events = profiler.key_averages()
+        found["phases_ms"] = {e.key: round(e.cpu_time_total / 1e3, 2) for e in events if e.key.startswith("ds_muon::")}
+        found["busy_ms"] = {
+            e.key: round(e.self_device_time_total / 1e3, 2) for e in events if e.key.startswith("Memcpy")
+        }
+        if options.trace is not None:
+            profiler.export_chrome_trace(str(options.trace))
     return found
 
 
-def in_a_process(name: str, options: argparse.Namespace, port: int) -> dict[str, Any]:
+def bus(parameters: int) -> dict[str, float]:
+    """Milliseconds of the bus for the bytes of a step of so many elements: up, down, and both at once. And the host's.
+
+    ``host_gb_s`` is how fast all threads copy within the host's memory, reading and writing together.
+    """
+    import torch
+
+    chunk = 1 << 26
+    pinned = [torch.zeros(chunk, dtype=torch.uint8, pin_memory=torch.cuda.is_available()) for _ in range(2)]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    there = [torch.zeros(chunk, dtype=torch.uint8, device=device) for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in range(2)] if device.type == "cuda" else []
+
+    def timed(up: int, down: int) -> float:
+        best = float("inf")
+        for _ in range(3):
+            if streams:
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            for number in range(max(up, down)):
+                for wanted, direction in ((up, 0), (down, 1)):
+                    if number < wanted:
+                        goal, source = (there[0], pinned[0]) if direction == 0 else (pinned[1], there[1])
+                        if streams:
+                            with torch.cuda.stream(streams[direction]):
+                                goal.copy_(source, non_blocking=True)
+                        else:
+                            goal.copy_(source)
+            if streams:
+                torch.cuda.synchronize()
+            best = min(best, time.perf_counter() - start)
+        return 1e3 * best
+
+    up, down = 4 * parameters // chunk, 2 * parameters // chunk
+    left, right = torch.zeros(1 << 28), torch.zeros(1 << 28)
+    seconds = []
+    for _ in range(4):
+        start = time.perf_counter()
+        left.copy_(right)
+        seconds.append(time.perf_counter() - start)
+    host = (left.nbytes + right.nbytes) / min(seconds) / 1e9
+    return {"up": timed(up, 0), "down": timed(0, down), "both": timed(up, down), "host_gb_s": host}
+
+
+def in_a_process(options: argparse.Namespace, **changes: Any) -> dict[str, Any]:
     """What ``measure`` finds, or {"problem": why not}."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
     environment = {
         "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
         **os.environ,
-        **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
     }
-    command = [sys.executable, __file__, "--candidate", name]
-    for key in ("layers", "width", "micro_batch", "sequence", "rounds"):
-        command += [f"--{key.replace('_', '-')}", str(getattr(options, key))]
-    if options.trace is not None:
-        command += ["--trace", str(options.trace)]
+    settings = {**vars(options), **changes}
+    command = [sys.executable, __file__]
+    for key in PASSED_ON:
+        command += [f"--{key.replace('_', '-')}", str(settings[key])]
+    if settings["trace"] is not None:
+        command += ["--trace", str(settings["trace"])]
     try:
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, timeout=options.limit, text=True)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, timeout=options.limit, text=True, check=False
+        )
     except subprocess.TimeoutExpired:
         return {"problem": f"not finished in {options.limit:g} s"}
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    found: dict[str, Any] = json.loads(lines[-1]) if lines else {"problem": f"exit code {done.returncode}, see above"}
+    if not lines:
+        print(done.stderr[-3000:], file=sys.stderr, flush=True)
+        said = [line for line in done.stderr.splitlines() if "Error" in line] or ["see above"]
+        return {"problem": f"exit code {done.returncode}: {said[-1][:100]}"}
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
+
+
+def compare(options: argparse.Namespace, begun: float) -> dict[str, Any]:
+    """All candidates at all sizes, in turn."""
+    found: dict[str, Any] = {}
+    for number in range(options.passes):
+        for model in options.models:
+            layers, width = options.layers or GPTS[model][0], options.width or GPTS[model][1]
+            of_model = found.setdefault(model, {name: [] for name in options.only})
+            for name in options.only:
+                elapsed = time.perf_counter() - begun
+                if any("problem" in run for run in of_model[name]) or elapsed > options.budget:
+                    continue
+                last = number == 0 and model == options.models[-1] and name == "dsmuon-offload"
+                trace = options.trace if last else None
+                run = in_a_process(options, candidate=name, layers=layers, width=width, trace=trace)
+                of_model[name].append(run)
+                took = time.perf_counter() - begun - elapsed
+                print(f"{model}: {name}: {run.get('problem', 'done')}, {took:.0f} s", file=sys.stderr, flush=True)
+            if number == 0 and (runs := [run for of in of_model.values() for run in of if "problem" not in run]):
+                of_model["bus"] = bus(runs[0]["parameters"])
+    return found
+
+
+def show(found: dict[str, Any]) -> None:
+    """The figures as tables."""
+    for model, of_model in found.items():
+        times = of_model.pop("bus", {})
+        print(f"\n{model:16} {'iteration, ms':>17} {'step, ms':>17} {'rounds':>6} {'GPU, GB':>8} {'peak':>6} ", end="")
+        print(f"{'host, GB':>8}\n{'':16} {'median':>9} {'least':>7} {'median':>9} {'least':>7}")
+        for name, runs in of_model.items():
+            if problems := [run["problem"] for run in runs if "problem" in run] or ["not measured"] * (not runs):
+                print(f"{name:16} {problems[0]}")
+                continue
+            iteration, step = ([ms for run in runs for ms in run[key]] for key in ("iteration_ms", "step_ms"))
+            sizes = [max(r[key] for r in runs) / 1e9 for key in ("resident_bytes", "peak_bytes", "host_bytes")]
+            print(
+                f"{name:16} {statistics.median(iteration):9.1f} {min(iteration):7.1f} {statistics.median(step):9.1f} "
+                f"{min(step):7.1f} {len(step):6} {sizes[0]:8.2f} {sizes[1]:6.2f} {sizes[2]:8.2f}"
+            )
+        print("bus, ms:", {key: round(value, 1) for key, value in times.items()})
+        of_model["bus"] = times
+        for name, runs in of_model.items():
+            for key in ("phases_ms", "busy_ms"):
+                if runs and key in (last := runs[-1] if isinstance(runs, list) else {}):
+                    print(f"{name}: {key}:", last[key])
+
+
+def largest(options: argparse.Namespace, begun: float) -> dict[str, Any]:
+    """For DSMuon with offload and without, the most billions of parameters that train; by steps from an estimate."""
+    import torch
+
+    width, sequence = 4096, 256
+    per_billion = round(1e9 / (12 * width**2))  # layers
+    gpu = torch.cuda.get_device_properties(0).total_memory
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    # Bytes per parameter: weights and gradients in bf16; fp32 weights, momentum and gradients, wherever they are.
+    guesses = {"dsmuon": gpu / 16e9, "dsmuon-offload": min(gpu / 4.2e9, host / 15e9)}
+    found: dict[str, Any] = {"gpu_bytes": gpu, "host_bytes": host}
+    for name, guess in guesses.items():
+        tried: dict[int, str] = {}
+        billions = max(1, int(guess))
+        while billions not in tried and billions and time.perf_counter() - begun < options.budget:
+            run = in_a_process(
+                options, candidate=name, layers=billions * per_billion, width=width, sequence=sequence,
+                micro_batch=1, rounds=2, trace=None,
+            )  # fmt: skip
+            tried[billions] = run.get("problem", f"{statistics.median(run.get('iteration_ms', [0])):.0f} ms")
+            print(f"{name}: {billions}B: {tried[billions]}", file=sys.stderr, flush=True)
+            billions += -1 if "problem" in run else 1
+        fits = [size for size, said in tried.items() if said.endswith(" ms")]
+        found[name] = {"largest, billions": max(fits, default=None), "tried": tried}
+        print(f"{name}: the largest that trains: {max(fits, default=0)}B of {tried}")
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=GPTS, default="gpt-1.2b")
-    parser.add_argument("--layers", type=int, help="in place of the model's")
-    parser.add_argument("--width", type=int, help="in place of the model's, a multiple of 64")
+    parser.add_argument("--models", nargs="+", choices=GPTS, default=["gpt-303m", "gpt-1.2b"])
     parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=10, help="iterations of a candidate in each pass")
-    parser.add_argument("--passes", type=int, default=2)
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds for a candidate in each pass")
+    parser.add_argument("--seconds", type=float, default=20.0, help="for these, and for those that warm up")
+    parser.add_argument("--passes", type=int, default=1)
+    parser.add_argument("--limit", type=float, default=100.0, help="seconds for a process")
+    parser.add_argument("--budget", type=float, default=420.0, help="seconds after which no process begins")
     parser.add_argument("--only", nargs="+", choices=CANDIDATES, default=[*CANDIDATES])
-    parser.add_argument("--trace", type=Path, help="write a trace of one iteration of the last candidate")
+    parser.add_argument("--largest", action="store_true", help="in place of the comparison")
+    parser.add_argument("--trace", type=Path, help="write a trace of one iteration with offload, of the last model")
     parser.add_argument("--json", type=Path, help="write all numbers")
-    parser.add_argument("--candidate", choices=CANDIDATES, help=argparse.SUPPRESS)
+    for hidden, kind in {"candidate": str, "layers": int, "width": int}.items():
+        parser.add_argument(f"--{hidden}", type=kind, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    layers, width = GPTS[options.model]
-    options.layers, options.width = options.layers or layers, options.width or width
     if options.candidate:
         print(json.dumps(measure(options)), flush=True)
         return
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in options.only}
-    for number in range(options.passes):
-        for place, name in enumerate(options.only):
-            if any("problem" in run for run in found[name]):
-                continue
-            found[name].append(in_a_process(name, options, 29600 + 10 * number + place))
-            print(f"pass {number + 1}: {name}: {found[name][-1].get('problem', 'done')}", file=sys.stderr, flush=True)
+    begun = time.perf_counter()
+    found = largest(options, begun) if options.largest else compare(options, begun)
+    if not options.largest:
+        show(found)
     if options.json is not None:
-        options.json.write_text(
-            json.dumps({"options": {**vars(options), "json": None, "trace": None}, **found}, indent=1)
-        )
-    print(f"{'':16} {'iteration, ms':>20} {'step, ms':>20} {'GPU, GB':>8} {'peak':>6} {'host peak, GB':>14}")
-    print(f"{'':16} {'median':>12} {'least':>7} {'median':>12} {'least':>7}")
-    for name, runs in found.items():
-        if problems := [run["problem"] for run in runs if "problem" in run]:
-            print(f"{name:16} {problems[0]}")
-            continue
-        iteration, step = ([ms for run in runs for ms in run[key]] for key in ("iteration_ms", "step_ms"))
-        resident, peak, host = (
-            max(run[key] for run in runs) / 1e9 for key in ("resident_bytes", "peak_bytes", "host_peak_bytes")
-        )
-        print(
-            f"{name:16} {statistics.median(iteration):12.1f} {min(iteration):7.1f} {statistics.median(step):12.1f} "
-            f"{min(step):7.1f} {resident:8.2f} {peak:6.2f} {host:14.2f}"
-        )
+        options.json.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The elementwise passes of a step over its flat partitions.
 
 ``torch_passes`` defines each pass and runs on any device. On NVIDIA GPUs with Triton, a kernel of the same name does it
-in one launch, with the same bits (but for the last ones of ``sum_of_squares``).
+in one launch, and on the host, after ``compile_for_host``, a compiled loop; with the same bits (but for the last ones
+of ``sum_of_squares``).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ __all__ = [
     "advance_momentum_",
     "apply_update_",
     "chunk_on",
+    "compile_for_host",
     "rows_of",
     "store_updates",
     "sum_of_squares",
@@ -38,10 +40,32 @@ T = TypeVar("T")
 # Names of passes whose kernel could not be launched here.
 _FAILED: set[str] = set()
 
+# With "host", the passes that are compiled for it.
+_COMPILED: dict[str, ModuleType] = {}
+
+
+def compile_for_host() -> ModuleType | None:
+    """Let passes over memory of the host run compiled from now on. Takes seconds the first time on a machine.
+
+    Returns:
+        These passes, with ``adamw_`` among them; None if they cannot be compiled.
+    """
+    try:
+        from ds_muon.passes import host_passes
+
+        _COMPILED["host"] = host_passes
+    except Exception as error:  # no compiler, no ninja, a folder that cannot be written
+        log(f"the host's part of a step runs on torch's operations, many times slower: {error}", logger=__name__)
+    return _COMPILED.get("host")
+
+
+def _kernels(device: torch.device) -> ModuleType | None:
+    """The passes in Triton, or compiled for the host; None where neither can run."""
+    return _COMPILED.get("host") if device.type == "cpu" else _in_triton(device)
+
 
 @cache
-def _kernels(device: torch.device) -> ModuleType | None:
-    """The passes in Triton, imported only here; None where they cannot run."""
+def _in_triton(device: torch.device) -> ModuleType | None:
     if why_not(device) is not None:
         return None
     try:

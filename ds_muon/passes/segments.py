@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -138,10 +140,19 @@ class Segments:
     def __len__(self) -> int:
         return len(self.sizes)
 
+    @cached_property
+    def edges(self) -> list[int]:
+        """``bounds``, for the host."""
+        edges: list[int] = self.bounds.tolist()
+        return edges
+
 
 @dataclass(frozen=True, eq=False)
 class Where:
     """One flag for each matrix of a flat tensor: (matrices,) bool, contiguous, on its device.
+
+    Attributes:
+        start: the element of that tensor with which begins what a pass works on.
 
     Raises:
         ValueError: the numbers of flags and of matrices differ.
@@ -149,13 +160,37 @@ class Where:
 
     segments: Segments
     flags: Tensor
+    start: int = 0
 
     def __post_init__(self) -> None:
         if self.flags.shape != (self.segments.matrices,):
             raise ValueError(f"{self.segments.matrices} matrices need as many flags, not {tuple(self.flags.shape)}")
 
+    def starting(self, start: int) -> Where:
+        """The same for what begins with this element of the flat tensor."""
+        return replace(self, start=start)
+
+    def runs(self, numel: int) -> list[tuple[int, int, bool]] | None:
+        """First element, end and flag of each segment in ``numel`` elements; None if a segment may have several flags.
+
+        The host looks at the flags.
+        """
+        if not len(self.segments) or self.flags.all():
+            return [(0, numel, True)]
+        if self.segments.striped is not None:
+            return None
+        edges, end, found = self.segments.edges, self.start + numel, []
+        at = self.start
+        while at < end:
+            segment = bisect_right(edges, at) - 1
+            until = min(end, edges[segment + 1])
+            found.append((at - self.start, until - self.start, bool(self.flags[segment])))
+            at = until
+        return found
+
     def of_elements(self, start: int, end: int) -> Tensor:
         """The flag of each element from ``start`` to before ``end``: (end - start,) bool. The host does not wait."""
+        start, end = start + self.start, end + self.start
         counts = self.segments.bounds.clamp(start, end).diff()
         striped = self.segments.striped
         if striped is None:

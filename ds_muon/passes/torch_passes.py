@@ -89,16 +89,17 @@ def store_updates(
 
 
 def apply_update_(
-    weight: Tensor, update: Tensor, *, lr: float, weight_decay: float, where: Where | None = None
+    weight: Tensor, update: Tensor, *, lr: float, weight_decay: float, where: Where | None = None, scale: float = 1.0
 ) -> None:
-    """``W <- W (1 - lr weight_decay) - lr update``. Each of the three operations rounds once.
+    """``W <- W (1 - lr weight_decay) - lr scale update``. Each operation rounds once.
 
     Args:
         weight: fp32, contiguous; overwritten.
-        update: fp32, same shape, contiguous; overwritten with undefined values.
+        update: fp32, same shape, contiguous; overwritten with undefined values. On the host half precision as well.
         lr: learning rate.
         weight_decay: decoupled. With 0, W is not multiplied at all.
         where: one flag for each matrix of flat tensors. Matrices with false do not decay; their update must be zero.
+        scale: as ``store_updates`` takes it, on the host.
     """
     size = chunk_on(weight.device)
     pieces = (torch.split(tensor.view(-1), size) for tensor in (weight, update))
@@ -109,7 +110,8 @@ def apply_update_(
                 w.mul_(1 - lr * weight_decay)
             else:
                 torch.where(decays, w * (1 - lr * weight_decay), w, out=w)
-        w.sub_(u.mul_(lr))
+        u = u.to(torch.float32)
+        w.sub_((u if scale == 1 else u.mul_(scale)).mul_(lr))
 
 
 def sum_of_squares(x: Tensor, segments: Segments | None = None) -> Tensor:

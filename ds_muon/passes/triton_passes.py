@@ -68,9 +68,11 @@ def store_updates(
 
 
 def apply_update_(
-    weight: Tensor, update: Tensor, *, lr: float, weight_decay: float, where: Where | None = None
+    weight: Tensor, update: Tensor, *, lr: float, weight_decay: float, where: Where | None = None, scale: float = 1.0
 ) -> None:
     """See ``torch_passes.apply_update_``."""
+    if scale != 1 or update.dtype != torch.float32:
+        raise ValueError(f"the kernel takes updates in fp32 as they are, not {update.dtype} times {scale}")
     numel = _elements(weight, update)
     decays = bool(weight_decay != 0)
     if numel:

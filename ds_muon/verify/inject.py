@@ -94,8 +94,8 @@ def _clipped_gradient(zero: Any, replace: _Replace) -> None:
     """Muon's gradients are scaled down where the norm of all gradients exceeds half of what it was at first."""
     limits: list[float] = []
 
-    def measure(original: Callable[..., Verdict], gradients: list[Tensor], refuse: bool) -> Verdict:
-        verdict = original(gradients, refuse)
+    def measure(original: Callable[..., Verdict], gradients: list[Tensor]) -> Verdict:
+        verdict = original(gradients)
         norm = math.sqrt(float(verdict.squares.sum()))
         if math.isfinite(norm):
             limits.append(norm / 2)
@@ -152,8 +152,8 @@ def _idle_moves(zero: Any, replace: _Replace) -> Callable[[], None]:
         original(gradients, findings)
         steps.append(len(steps))
 
-    def measure(original: Callable[..., Verdict], gradients: list[Tensor], refuse: bool) -> Verdict:
-        verdict = original(gradients, refuse)
+    def measure(original: Callable[..., Verdict], gradients: list[Tensor]) -> Verdict:
+        verdict = original(gradients)
         all_move = tuple(verdict.may_move.repeat(len(moves)) for moves in verdict.moves)
         return Verdict(verdict.squares, verdict.may_move, all_move, verdict.for_host)
 

@@ -29,6 +29,7 @@ INSTRUMENTS = (
         "options",
     ),
     *("ordinary", "convert", "to_universal", "migrate", "doctor", "ds_config", "config_command"),
+    *("telemetry", "trainer", "run_log", "report_command"),
 )
 # What may know DeepSpeed, beside the instruments.
 BOUND_TO_DEEPSPEED = {
@@ -44,8 +45,11 @@ BOUND_TO_DEEPSPEED = {
     "shards",
     "saving",
 }
-# The one arrow from the engine to an instrument: taken only in a run that asks to be checked.
-ON_REQUEST = ("ds_muon.registration", "ds_muon.verify.in_training")
+# The arrows from the engine to an instrument: taken only in a run that asks to be checked, or observed.
+ON_REQUEST = {
+    ("ds_muon.registration", "ds_muon.verify.in_training"),
+    ("ds_muon.registration", "ds_muon.telemetry"),
+}
 
 
 @cache
@@ -81,7 +85,7 @@ def test_no_arrow_closes_a_circle() -> None:
 @pytest.mark.parametrize("module", engine())
 def test_the_engine_imports_no_instrument(module: str) -> None:
     arrows = {(module, name) for name in imports(module) if is_instrument(name)}
-    assert arrows <= {ON_REQUEST}
+    assert arrows <= ON_REQUEST
 
 
 def test_nothing_inside_imports_the_packages_face() -> None:

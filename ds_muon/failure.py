@@ -1,0 +1,85 @@
+"""What a rank does with an error in the middle of a step: it takes part until all ranks can stop together.
+
+The others would wait for a rank that only raises, or apply what it does not. So it holds its error, sends zeros where
+it has nothing, and says that it has failed when all ranks decide on the step.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ds_muon.agree import raise_together
+from ds_muon.refusals import DSMuonRefusal
+from ds_muon.say import log
+
+_UNMOVED = "Nothing has moved on any rank"
+_STAGED = "No weight has moved on any rank, but momentum may have: load a checkpoint before you go on"
+_TORN = "Its weights may have moved in part: load a checkpoint"
+_HALF = "Its weights and state are old in part, and new in part: load a checkpoint"
+AFTERMATH = {
+    **{"take_gradients": _UNMOVED, "measure": _UNMOVED, "stage": _STAGED, "decide": _STAGED, "commit": _TORN},
+    "load_checkpoint": _HALF,
+}
+"""By what has failed on a rank: a phase of a step, or a load."""
+
+
+class Failure:
+    """The first error of this rank in a step, or a load, held until all ranks stop.
+
+    A rank alone holds nothing: its error is raised where it occurs.
+
+    Args:
+        process_group: the ranks that step together.
+
+    Attributes:
+        error: None as long as nothing has failed.
+        step: the number of the step, for the words.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        self.error: Exception | None = None
+        self.step = 0
+        self._about = ""
+        self._process_group = process_group
+        self.alone = dist.get_world_size(process_group) == 1
+
+    @contextmanager
+    def held(self, phase: str) -> Iterator[None]:
+        """Hold what is raised inside, where there must be no collective that others wait for."""
+        try:
+            yield
+        except Exception as error:
+            if self.alone:
+                raise
+            # It may have been for want of memory, and this rank has yet to take part.
+            traceback.clear_frames(error.__traceback__)
+            if self.error is None:
+                self.error = error
+                if not isinstance(error, DSMuonRefusal):
+                    self._about = f". In {phase}, step {self.step} since start, at {_place(error)}. {AFTERMATH[phase]}"
+                    log(f"an error on rank {dist.get_rank(self._process_group)}: {self}")
+
+    def __str__(self) -> str:
+        return f"{type(self.error).__name__}: {self.error}{self._about}"
+
+    def clear(self) -> None:
+        self.error, self._about = None, ""
+
+    def raise_on_all(self) -> None:
+        """See ``raise_together``. Nothing is held afterwards."""
+        error, about = self.error, self._about
+        self.clear()
+        raise_together(error, self._process_group, about=about)
+
+
+def _place(error: Exception) -> str:
+    """The innermost function of this package that the error has passed."""
+    here = Path(__file__).parent
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(here)]
+    *_, ours = [frame for frame in frames if frame.name.isidentifier()]  # no comprehension
+    return f"{ours.name} ({Path(ours.filename).name}:{ours.lineno})"

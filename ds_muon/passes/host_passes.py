@@ -1,0 +1,165 @@
+"""The passes over memory of the host as one compiled loop each, on all threads, with the bits of ``torch_passes``.
+
+Importing this module compiles ``host.cpp``, once for a machine, and raises where that fails. Whatever else raises here
+has written nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils import cpp_extension
+
+from ds_muon.passes import torch_passes
+from ds_muon.passes.segments import SPAN, Segments, Where
+from ds_muon.passes.torch_passes import of_matrices, store_updates
+
+__all__ = ["adamw_", "advance_momentum_", "apply_update_", "store_updates", "sum_of_squares"]
+
+# No fused multiply-adds. Vectors as long as the machine has them are chosen when the library is loaded.
+_FLAGS = ["-O3", "-std=c++17", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+_int, _long, _float, _address = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+
+
+def _compiled() -> ctypes.CDLL:
+    source = Path(__file__).with_name("host.cpp")
+    path = cpp_extension.load(
+        # Another version of the source must not meet this one's library.
+        f"ds_muon_host_{hashlib.sha256(source.read_bytes()).hexdigest()[:8]}",
+        [str(source)],
+        extra_cflags=_FLAGS,
+        extra_ldflags=["-fopenmp"],
+        is_python_module=False,
+    )
+    library = ctypes.CDLL(str(path))
+    for name, types in {
+        "advance": [_address, _address, _int, _long, _float, _float, _int, _int],
+        "apply": [_address, _address, _int, _long, _float, _float, _float],
+        "adamw": [*[_address] * 4, _long, *[_float] * 7],
+        "squares": [_address, _address, _long, _address],
+        "sums": [_address, _address, _long, _address],
+    }.items():
+        function = getattr(library, f"ds_muon_{name}")
+        function.argtypes, function.restype = types, None
+    return library
+
+
+_LIBRARY = _compiled()
+
+
+def advance_momentum_(
+    gradient: Tensor,
+    momentum_buffer: Tensor,
+    *,
+    momentum: float,
+    nesterov: bool,
+    where: Tensor | Where | None = None,
+) -> None:
+    """See ``torch_passes.advance_momentum_``."""
+    g, m = _flat(gradient), _flat(momentum_buffer, torch.float32, torch.bfloat16)
+    runs = _runs(where, g, m)
+    if runs is None:
+        torch_passes.advance_momentum_(gradient, momentum_buffer, momentum=momentum, nesterov=nesterov, where=where)
+        return
+    for start, end, moves in runs:
+        if moves:
+            _LIBRARY.ds_muon_advance(
+                g[start:].data_ptr(), m[start:].data_ptr(), int(m.dtype == torch.bfloat16), end - start,
+                momentum, 1 - momentum, int(momentum < 0.5), int(nesterov),
+            )  # fmt: skip
+        else:
+            g[start:end].zero_()
+
+
+def apply_update_(
+    weight: Tensor, update: Tensor, *, lr: float, weight_decay: float, where: Where | None = None, scale: float = 1.0
+) -> None:
+    """See ``torch_passes.apply_update_``. The update stays as it is."""
+    w, u = _flat(weight), _flat(update, *_DTYPES)
+    runs = _runs(where, w, u)
+    if runs is None:
+        torch_passes.apply_update_(weight, update, lr=lr, weight_decay=weight_decay, where=where, scale=scale)
+        return
+    for start, end, moves in runs:
+        if moves:
+            _LIBRARY.ds_muon_apply(
+                w[start:].data_ptr(), u[start:].data_ptr(), _DTYPES[u.dtype], end - start,
+                scale, lr, 1 - lr * weight_decay,
+            )  # fmt: skip
+
+
+def adamw_(
+    weight: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    step: float,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """A step of AdamW, as in ``torch.optim.AdamW``: the moments have its bits, weights differ in last ones.
+
+    Args:
+        weight, exp_avg, exp_avg_sq: fp32, contiguous; overwritten.
+        gradient: the same; not modified.
+        step: the number of the step, from 1 on.
+    """
+    flat = [_flat(tensor) for tensor in (weight, gradient, exp_avg, exp_avg_sq)]
+    _runs(None, *flat)
+    beta1, beta2 = betas
+    _LIBRARY.ds_muon_adamw(
+        *(tensor.data_ptr() for tensor in flat), flat[0].numel(), 1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2,
+        math.sqrt(1 - beta2**step), eps, lr / (1 - beta1**step),
+    )  # fmt: skip
+
+
+def sum_of_squares(x: Tensor, segments: Segments | None = None) -> Tensor:
+    """See ``torch_passes.sum_of_squares``. Sums of exact squares; torch's go through roots and have other last bits."""
+    x = _flat(x)
+    if segments is None:
+        starts = torch.arange(0, x.numel() + SPAN, SPAN, dtype=torch.int64, device="cpu").clamp_(max=x.numel())
+        firsts = torch.tensor([0, len(starts) - 1], dtype=torch.int64, device="cpu")
+    else:
+        starts, firsts = segments.pieces, segments.first_pieces
+    sums = torch.empty(len(starts) - 1, dtype=torch.float64, device="cpu")
+    totals = torch.empty(len(firsts) - 1, dtype=torch.float64, device="cpu")
+    _LIBRARY.ds_muon_squares(x.data_ptr(), starts.data_ptr(), len(sums), sums.data_ptr())
+    _LIBRARY.ds_muon_sums(sums.data_ptr(), firsts.data_ptr(), len(totals), totals.data_ptr())
+    if segments is None:
+        return totals[0]
+    return totals if segments.striped is None else of_matrices(totals, x, segments)
+
+
+def _flat(tensor: Tensor, *dtypes: torch.dtype) -> Tensor:
+    """A flat view, for memory that the loops may walk through: contiguous, on the host, in fp32 or one of the dtypes.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.dtype not in (dtypes or (torch.float32,)):
+        raise ValueError(f"the loops need contiguous tensors on the host, in fp32, not {tensor.dtype}")
+    return tensor.detach().view(-1)
+
+
+def _runs(where: Tensor | Where | None, *tensors: Tensor) -> list[tuple[int, int, bool]] | None:
+    """First element, end and flag of what the loops pass over; None if neighbouring elements have flags of their own.
+
+    Raises:
+        ValueError: the tensors have not equally many elements.
+    """
+    numel = tensors[0].numel()
+    if any(tensor.numel() != numel for tensor in tensors):
+        raise ValueError(f"the loops need equally many elements, not {[tensor.numel() for tensor in tensors]}")
+    if isinstance(where, Where):
+        return where.runs(numel)
+    return [(0, numel, where is None or bool(where))]

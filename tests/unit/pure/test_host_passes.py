@@ -1,0 +1,159 @@
+"""The passes that are compiled for the host against the same in torch, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_muon import passes
+from ds_muon.layout import Piece, Strip
+from ds_muon.passes import Held, Segments, Where, host_passes, torch_passes
+from tests.unit.support.cases import pairwise
+
+# Less than a vector, ends of vectors, more than a thread's block.
+LENGTHS = [1, 7, 1000, 40001]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def numbers(count: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    magnitudes = 10 ** torch.randn(count, generator=generator)
+    return (magnitudes * torch.randn(count, generator=generator)).to(dtype)
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    integers = torch.int32 if left.element_size() == 4 else torch.int16
+    return left.dtype == right.dtype and torch.equal(left.view(integers), right.view(integers))
+
+
+def some_move(count: int, flags: str) -> Where | None:
+    """Three matrices, or fewer, of which the second does not move."""
+    if flags == "none":
+        return None
+    edges = [*sorted({0, count // 3, count // 2}), count]
+    held = [Held(Piece((), 0, 1, end - start), 0, start, end - start) for start, end in itertools.pairwise(edges)]
+    segments = Segments.of(held, count, torch.device("cpu"))
+    return Where(segments, torch.tensor([flags == "all" or i != 1 for i in range(len(held))]))
+
+
+@pairwise(
+    length=LENGTHS,
+    momentum=[0.0, 0.3, 0.5, 0.95],
+    nesterov=[True, False],
+    dtype=[torch.float32, torch.bfloat16],
+    flags=["none", "all", "some"],
+)
+def test_the_momentum_has_the_bits_of_torch(
+    length: int, momentum: float, nesterov: bool, dtype: torch.dtype, flags: str
+) -> None:
+    where = some_move(length, flags)
+    expected, found = ((numbers(length, 1), numbers(length, 2, dtype)) for _ in range(2))
+    settings = {"momentum": momentum, "nesterov": nesterov}
+    torch_passes.advance_momentum_(*expected, **settings, where=where)  # type: ignore[arg-type]
+    # In two parts, the second of which begins within a matrix.
+    for part in (slice(0, length // 4), slice(length // 4, length)):
+        here = None if where is None else where.starting(part.start)
+        host_passes.advance_momentum_(*(tensor[part] for tensor in found), **settings, where=here)  # type: ignore[arg-type]
+    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pairwise(length=LENGTHS, dtype=DTYPES, scale=[1.0, 0.2, 2.5], weight_decay=[0.0, 0.1], flags=["none", "all", "some"])
+def test_an_update_that_is_scaled_on_the_way_has_the_bits_of_one_that_was_stored_first(
+    length: int, dtype: torch.dtype, scale: float, weight_decay: float, flags: str
+) -> None:
+    where = some_move(length, flags)
+    output, update = numbers(length, 3, dtype), torch.empty(length)
+    if where is not None:
+        output[~where.of_elements(0, length)] = 0
+    by_torch, by_torch_at_once, found = (numbers(length, 4) for _ in range(3))
+    torch_passes.store_updates(output.view(1, 1, -1), [update.view(1, -1)], scale=scale)
+    settings = {"lr": 0.02, "weight_decay": weight_decay, "where": where}
+    torch_passes.apply_update_(by_torch, update, **settings)  # type: ignore[arg-type]
+    host_passes.apply_update_(found, output, **settings, scale=scale)  # type: ignore[arg-type]
+    torch_passes.apply_update_(by_torch_at_once, output.clone(), **settings, scale=scale)  # type: ignore[arg-type]
+    assert same_bits(found, by_torch) and same_bits(by_torch_at_once, by_torch)
+
+
+def test_every_half_is_read_as_torch_reads_it() -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+        weight = torch.zeros(halves.shape)
+        host_passes.apply_update_(weight, halves, lr=-1.0, weight_decay=0.0)
+        assert torch.equal(weight.isnan(), halves.isnan())
+        assert torch.equal(weight.nan_to_num(), halves.float().nan_to_num())
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_sums_of_squares_are_exact_and_say_what_is_zero_or_not_finite(length: int) -> None:
+    x, where = numbers(length, 5), some_move(length, "all")
+    assert where is not None
+    sizes = where.segments.sizes
+    expected = [float(part.double().square().sum()) for part in torch.split(x, sizes)]
+    assert host_passes.sum_of_squares(x, where.segments).tolist() == pytest.approx(expected, rel=1e-13)
+    assert float(host_passes.sum_of_squares(x)) == pytest.approx(sum(expected), rel=1e-13)
+    assert float(host_passes.sum_of_squares(torch.zeros(length))) == 0
+    for bad in (torch.inf, torch.nan):
+        x[length // 2] = bad
+        assert not host_passes.sum_of_squares(x).isfinite()
+    tiny = torch.full((length,), torch.finfo(torch.float32).smallest_normal / 2)
+    assert float(host_passes.sum_of_squares(tiny)) > 0
+
+
+def test_matrices_in_strips_of_which_some_do_not_move_have_the_bits_of_torch() -> None:
+    piece = Piece((), 0, 30, 40, (Strip(0, 10), Strip(10, 20)), axis=0)
+    segments = Segments.of([Held(piece, 0, 0, 1200)], 1200, torch.device("cpu"))
+    where = Where(segments, torch.tensor([True, False]))
+    expected, found = ((numbers(1200, 1), numbers(1200, 2)) for _ in range(2))
+    torch_passes.advance_momentum_(*expected, momentum=0.9, nesterov=True, where=where)
+    host_passes.advance_momentum_(*found, momentum=0.9, nesterov=True, where=where)
+    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+    assert host_passes.sum_of_squares(found[0], segments).tolist() == pytest.approx(
+        torch_passes.sum_of_squares(found[0], segments).tolist(), rel=1e-13
+    )
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.4, 0.95)])
+def test_adamw_has_torchs_moments_and_weights_within_their_rounding(betas: tuple[float, float]) -> None:
+    lr, (beta1, beta2), eps, weight_decay = 3e-3, betas, 1e-8, 0.1
+    weight, exp_avg, exp_avg_sq = expected = [numbers(40001, 6), torch.zeros(40001), torch.zeros(40001)]
+    found = [tensor.clone() for tensor in expected]
+    for step in range(1, 4):
+        gradient = numbers(40001, 6 + step)
+        # As torch.optim.AdamW does it where it is not fused.
+        weight.mul_(1 - lr * weight_decay)
+        exp_avg.lerp_(gradient, 1 - beta1)
+        exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        root = (exp_avg_sq.sqrt() / (1 - beta2**step) ** 0.5).add_(eps)
+        weight.addcdiv_(exp_avg, root, value=-lr / (1 - beta1**step))
+        w, *moments = found
+        host_passes.adamw_(w, gradient, *moments, step=step, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    torch.testing.assert_close(found[0], weight, rtol=1e-6, atol=1e-8)
+    for moment, other in zip(found[1:], expected[1:], strict=True):
+        torch.testing.assert_close(moment, other, rtol=1e-6, atol=0)
+
+
+def test_what_the_loops_cannot_walk_through_is_refused_before_anything_is_written() -> None:
+    x, m = numbers(100, 1), numbers(100, 2)
+    for bad in (m.double(), m[::2], m[:50]):
+        with pytest.raises(ValueError, match="the loops need"):
+            host_passes.advance_momentum_(x, bad, momentum=0.9, nesterov=True)
+    assert same_bits(x, numbers(100, 1))
+
+
+def test_passes_on_the_host_are_compiled_once_asked_for_and_torchs_where_there_is_no_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(passes, "_COMPILED", {})
+    assert passes._kernels(torch.device("cpu")) is None
+    with mock.patch.dict(sys.modules, {"ds_muon.passes.host_passes": None}), mock.patch.object(passes, "log") as log:
+        monkeypatch.delattr(passes, "host_passes", raising=False)
+        assert passes.compile_for_host() is None and passes._kernels(torch.device("cpu")) is None
+    assert "torch's operations, many times slower" in log.call_args.args[0]
+    monkeypatch.undo()
+    monkeypatch.setattr(passes, "_COMPILED", {})
+    assert passes.compile_for_host() is host_passes and passes._kernels(torch.device("cpu")) is host_passes

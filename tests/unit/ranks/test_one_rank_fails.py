@@ -1,0 +1,137 @@
+"""One rank fails, wherever in a step: all stop, in words, and what can be kept whole is whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.unit.support.bad_steps import model_matches
+from tests.unit.support.cases import full, in_turns
+from tests.unit.support.drills import COMMIT, MOMENTUM, PLACES, fail_at, gradients_of, killed, load_after
+from tests.unit.support.models import ds_config, full_momentum, full_weights, start_groups, train_step
+from tests.unit.support.ranks import RankFailure, run_ranks
+from tests.unit.support.steps import SHAPES, exact_gradients, state_by_key
+
+pytestmark = pytest.mark.ranks
+
+
+def fail_everywhere(config: dict[str, Any], bad_rank: int) -> dict[str, str]:
+    """A failure at every place before the commit, each followed by a good step: what was raised."""
+    engine = start_groups(SHAPES, config, groups=2)
+    train_step(engine, gradients_of(engine, 0))
+    raised = {}
+    for number, (place, (phase, _, _)) in enumerate(PLACES.items(), start=1):
+        weights, momentum, state = full_weights(engine), full_momentum(engine), state_by_key(engine)
+        engine.backward(engine(gradients_of(engine, number)))
+        raised[place] = fail_at(place, engine, bad_rank, engine.step)
+        same = {key for key, tensor in state_by_key(engine).items() if torch.equal(tensor, state[key])}
+        assert {key for key in state if "momentum_buffer" not in key} <= same, place
+        after = full_weights(engine)
+        assert all(torch.equal(after[name], weights[name]) for name in weights), place
+        assert model_matches(engine, weights), place
+        for name, moved in full_momentum(engine).items():
+            was, gradient = momentum[name], averaged(number)[name]
+            if phase in ("take_gradients", "measure"):
+                assert torch.equal(moved, was), (place, name)
+            elif place not in MOMENTUM:
+                expected = torch.lerp(gradient, was, 0.95)
+                if engine.optimizer.cpu_offload:  # where it moves a batch at a time
+                    expected = torch.where(moved == was, was, expected)
+                torch.testing.assert_close(moved, expected, msg=f"{place}, {name}")
+        momentum = full_momentum(engine)
+        train_step(engine, gradients_of(engine, number + 100))
+        for name, moved in full_momentum(engine).items():
+            gradient = averaged(number + 100)[name]
+            torch.testing.assert_close(moved, torch.lerp(gradient, momentum[name], 0.95), msg=f"after {place}, {name}")
+        assert all(not torch.equal(full_weights(engine)[name], weights[name]) for name in weights), place
+        assert engine.optimizer.failure.error is None
+    engine.destroy()
+    return raised
+
+
+def averaged(step: int) -> dict[str, Tensor]:
+    """What ``exact_gradients`` are on average."""
+    gradients = exact_gradients(SHAPES, step, torch.device("cpu"))
+    for gradient in gradients:
+        dist.all_reduce(gradient)
+    return {f"p{i}": gradient / dist.get_world_size() for i, gradient in enumerate(gradients)}
+
+
+@in_turns(
+    params=[{"variant": "normuon"}, {"nan_guard": "skip"}],
+    offload=[False, True],
+    bad_rank=[1, 0],
+    stage=[1, 2],
+    dtype=["bfloat16", "float32"],
+)
+def test_a_rank_that_fails_before_the_commit_stops_all_and_no_weight_moves(
+    params: dict[str, Any], offload: bool, bad_rank: int, stage: int, dtype: str
+) -> None:
+    zero = {"offload_optimizer": {"device": "cpu"}} if offload else {}
+    # Of such a model DeepSpeed adds to the gradients that it still has.
+    config = ds_config(params, stage=stage, zero=zero, dtype=dtype, data_types={"grad_accum_dtype": "fp32"})
+    ranks = run_ranks(2, fail_everywhere, config, bad_rank, timeout=60.0)
+    for number, (place, (phase, _, _)) in enumerate(PLACES.items(), start=1):
+        error, quoted = ranks[bad_rank][place], ranks[1 - bad_rank][place]
+        assert error == f"NoMemory: none for {place}"
+        assert quoted.startswith(f"RuntimeError: rank {bad_rank} stopped, and this rank with it. {error}. In {phase}, ")
+        assert f", step {2 * number} since start" in quoted
+        assert (". Nothing has moved on any rank" in quoted) == (phase in ("take_gradients", "measure"))
+
+
+def fail_in_commit(config: dict[str, Any], place: str, folder: str) -> list[str]:
+    """What is raised by a step that fails on rank 1 as it commits; by a save, the next step, and a failing load."""
+    engine = start_groups(SHAPES, config, groups=2)
+    train_step(engine, gradients_of(engine, 0))
+    engine.save_checkpoint(folder, tag="good")
+    good = full_weights(engine)
+
+    def step(number: int) -> None:
+        train_step(engine, gradients_of(engine, number))
+
+    raised = [fail_at(place, engine, 1, lambda: step(1))]
+    for do in (lambda: engine.save_checkpoint(folder, tag="torn"), lambda: step(2)):
+        try:
+            do()
+            raised.append("nothing")
+        except Exception as error:
+            raised.append(f"{type(error).__name__}: {error}")
+    assert fail_at(place, engine, 1, lambda: step(3)) == "nothing"
+    raised.append(fail_at("what a load has read", engine, 1, lambda: engine.load_checkpoint(folder)))
+    engine.load_checkpoint(folder)
+    assert all(torch.equal(weight, good[name]) for name, weight in full_weights(engine).items())
+    step(4)
+    engine.destroy()
+    return raised
+
+
+@pytest.mark.parametrize("place", COMMIT)
+def test_a_rank_that_fails_in_its_commit_stops_all_in_the_next_step_and_before_a_save(
+    place: str, tmp_path: Path
+) -> None:
+    config = ds_config({"variant": "normuon"})
+    (first, *others), (second, *own) = run_ranks(2, fail_in_commit, config, place, str(tmp_path), timeout=60.0)
+    assert first == second == "nothing"
+    assert not (tmp_path / "torn").exists() or not list((tmp_path / "torn").iterdir())
+    error, quoted = own.pop(), others.pop()
+    assert error == "NoMemory: none for what a load has read" and f"{error}. In load_checkpoint, step" in quoted
+    for quoted, error in zip(others, own, strict=True):
+        assert f"NoMemory: none for {place}" in error and "rank 1" in quoted
+        assert f"none for {place}. In commit, step 2 since start" in quoted and "load a checkpoint" in quoted
+
+
+# ---- a rank that is gone --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moment", [full("take_gradients"), full("measure"), "stage", full("decide"), full("commit")])
+def test_a_rank_that_is_killed_ends_the_others_and_the_last_checkpoint_loads(moment: str, tmp_path: Path) -> None:
+    config = ds_config({"nan_guard": "skip"})
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(2, killed, config, moment, str(tmp_path), timeout=60.0)
+    assert failure.value.errors[1] == "the process died" and "hangs" not in failure.value.errors[0]
+    assert run_ranks(2, load_after, config, str(tmp_path), timeout=60.0) == [True, True]
