@@ -5,7 +5,7 @@
     DS_ACCELERATOR=cpu python scripts/measure_rates.py --quick --results rates.json
 
 Two models learn the standard library's sources from scratch, one with AdamW and one with DSMuon. Each is then
-fine-tuned on the C++ headers that torch brings, at three rates and with three seeds, which draw the windows and LoRA's
+fine-tuned on the C++ headers that torch brings, at four rates and with three seeds, which draw the windows and LoRA's
 start. DSMuon has "match_rms_adamw", so that its rates are AdamW's. Held-out loss of C++ says what was learned, that of
 Python what was forgotten. The runs are small, and go side by side in processes of their own.
 """
@@ -35,7 +35,7 @@ from ds_muon.sample.gpt import GPT, GPTConfig
 ROOT = Path(__file__).resolve().parents[1]
 SEEDS = (0, 1, 2)
 LORA_RANK = 8
-RATES = {"whole": (3e-4, 1e-3, 3e-3), "LoRA": (1e-3, 3e-3, 1e-2)}
+RATES = {"whole": (3e-4, 1e-3, 3e-3, 1e-2), "LoRA": (1e-3, 3e-3, 1e-2, 3e-2)}
 SCRATCH_RATE = 3e-3
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": {"type": "AdamW", "params": {"betas": [0.9, 0.95], "weight_decay": 0.0, "torch_adam": True}},
@@ -55,7 +55,7 @@ class Scale:
     evaluated_windows: int
 
 
-GPU = Scale(GPTConfig(4, 4, 256, 256), 32, 40_000_000, scratch_steps=1500, steps=200, evaluated_windows=256)
+GPU = Scale(GPTConfig(4, 4, 256, 256), 32, 40_000_000, scratch_steps=1500, steps=150, evaluated_windows=256)
 QUICK = Scale(GPTConfig(2, 2, 64, 64), 8, 1_000_000, scratch_steps=12, steps=6, evaluated_windows=16)
 
 
@@ -229,7 +229,7 @@ def publish(results: dict[str, Any], commit: str) -> None:
         ],
         "columns": [
             *({"name": name} for name in ("trained", "learned with", "fine-tuned with")),
-            *({"name": f"C++, {place} rate"} for place in ("low", "middle", "high")),
+            *({"name": f"C++, {place} rate"} for place in ("lowest", "low", "high", "highest")),
             {"name": "C++, best", "format": ".3f"},
             {"name": "Python lost by it", "format": "+.3f"},
         ],

@@ -115,6 +115,8 @@ def test_lightnings_trainer_follows_the_schedule_of_the_config_and_resumes(tmp_p
         resumed = run_ranks(ranks, train_by_lightning, folder, folder)[0]
         assert_same(resumed["began"], stayed["saved"])
         goes_on(resumed, stayed)
+        if ranks == 2:
+            assert_same(resumed["end"], stayed["end"])
 
 
 def train_by_fabric(folder: str, load: bool) -> dict[str, Any]:
@@ -162,3 +164,5 @@ def test_fabric_takes_the_optimizer_of_the_config_and_resumes(tmp_path: Path) ->
         resumed = run_ranks(ranks, train_by_fabric, folder, True)[0]
         assert_same(resumed["began"], stayed["saved"])
         goes_on(resumed, stayed)
+        if ranks == 2:
+            assert_same(resumed["end"], stayed["end"])
