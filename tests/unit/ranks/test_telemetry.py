@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import math
-import os
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +15,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor
 
 from ds_muon.telemetry import Telemetry, distance_from_orthogonal, largest_singular_value
-from tests.unit.support.frameworks import forget_accelerate
+from tests.unit.support.frameworks import accelerate_anew
 from tests.unit.support.models import PrescribedGradients, ds_config, start, train_step
 from tests.unit.support.ranks import DEVICE, run_ranks
 
@@ -237,20 +236,17 @@ def train_by_trainer(folder: str) -> list[dict[str, float]]:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     rates = {"lr": "auto", "muon_lr": 0.02, "adam_lr": 1e-3, "telemetry_every": 2}
     config = ds_config(rates, train_micro_batch_size_per_gpu="auto", gradient_clipping="auto")
-    try:
-        with mock.patch.dict(os.environ):
-            arguments = TrainingArguments(
-                output_dir=folder, max_steps=4, logging_steps=1, per_device_train_batch_size=2, deepspeed=config,
-                report_to=[], save_strategy="no", use_cpu=DEVICE == "cpu", disable_tqdm=True,
-            )  # fmt: skip
-            tokens = torch.arange(8)
-            data = [{"input_ids": tokens, "labels": tokens}] * 16
-            trainer = Trainer(LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)), arguments, train_dataset=data)
-            trainer.add_callback(TelemetryCallback)
-            trainer.train()
-            return [*trainer.state.log_history, trainer.model_wrapped.optimizer.telemetry.last]
-    finally:
-        forget_accelerate()
+    with accelerate_anew():
+        arguments = TrainingArguments(
+            output_dir=folder, max_steps=4, logging_steps=1, per_device_train_batch_size=2, deepspeed=config,
+            report_to=[], save_strategy="no", use_cpu=DEVICE == "cpu", disable_tqdm=True,
+        )  # fmt: skip
+        tokens = torch.arange(8)
+        data = [{"input_ids": tokens, "labels": tokens}] * 16
+        trainer = Trainer(LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)), arguments, train_dataset=data)
+        trainer.add_callback(TelemetryCallback)
+        trainer.train()
+        return [*trainer.state.log_history, trainer.model_wrapped.optimizer.telemetry.last]
 
 
 @pytest.mark.ranks
