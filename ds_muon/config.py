@@ -129,6 +129,7 @@ class DSMuonConfig(BaseModel):
     grad_norm_skip_threshold: float | None = Field(None, gt=0, description="a number > 0, or null")
     clip_norm_scope: Literal["adamw", "all"] = Field("adamw", description='"adamw" or "all"')
     verify_every: int = Field(0, ge=0, description="an integer >= 0, such as 100, or 0 for never")
+    telemetry_every: int | None = Field(None, ge=0, description="an integer >= 0, such as 100, or 0 for never")
 
     @classmethod
     def parse(cls, params: Mapping[str, Any], *, where: str = "optimizer.params") -> DSMuonConfig:

@@ -17,6 +17,8 @@ from ds_muon.plan.owners import RATES, Rates
 from ds_muon.say import printable, tell
 from ds_muon.verify.outcome import COULD_NOT_RUN
 
+MOST_RANKS = 100_000
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Those of ``ds-muon plan``."""
@@ -33,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="a model of yours, by the function that ds-muon verify takes; made on the meta device, without memory",
     )  # fmt: skip
     parser.add_argument(
-        "--world-size", type=positive, nargs="+", metavar="N", default=[2**i for i in range(13)],
+        "--world-size", type=ranks, nargs="+", metavar="N", default=[2**i for i in range(13)],
         help="numbers of ranks (default: 1, 2, 4, ... 4096)",
     )  # fmt: skip
     parser.add_argument(
@@ -56,6 +58,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_outputs(parser, "draw the times against the ranks there (.png)")
     parser.set_defaults(run=run)
+
+
+def ranks(text: str) -> int:
+    """A number of ranks that a plan can be made for: it lists all of them."""
+    if (number := positive(text)) > MOST_RANKS:
+        raise argparse.ArgumentTypeError(f"{text}: it must be at most {MOST_RANKS}")
+    return number
 
 
 def run(options: argparse.Namespace) -> int:

@@ -30,7 +30,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from types import MappingProxyType
 
 import torch
@@ -40,7 +40,7 @@ from ds_muon.layout import Piece
 from ds_muon.offload import STAGING_BYTES
 from ds_muon.orthogonalize import BACKENDS, WORKSPACE_BYTES, NewtonSchulz
 from ds_muon.plan.owners import RATES, Rates
-from ds_muon.plan.partition import GroupPlan, flat_layout, make_plan
+from ds_muon.plan.partition import GroupPlan, flat_layout, make_plan, with_owners
 from ds_muon.text import columns
 
 _WHOLE: Mapping[str, tuple[Piece, ...]] = MappingProxyType({})
@@ -109,6 +109,17 @@ _UP, _DOWN = 4 + 2, 2
 
 
 @dataclass(frozen=True)
+class Traveller:
+    """A matrix, or several side by side, of which a rank that is not the owner holds a slice."""
+
+    name: str
+    rows: int
+    cols: int
+    holders: tuple[int, ...]
+    owner: int
+
+
+@dataclass(frozen=True)
 class StepCost:
     """Newton-Schulz at one world size.
 
@@ -135,6 +146,7 @@ class StepCost:
         step_memory: the same, with the batch that Newton-Schulz works on.
         saved_memory: bytes that a rank needs less than with AdamW, between steps: one of two fp32 moments.
         offload: the same step with CPU offload.
+        travellers: what crosses the network, with who holds and who owns it.
     """
 
     world_size: int
@@ -159,6 +171,7 @@ class StepCost:
     step_memory: int
     saved_memory: int
     offload: OffloadCost
+    travellers: tuple[Traveller, ...]
 
     @property
     def busiest_flops(self) -> float:
@@ -207,16 +220,17 @@ def step_cost(
     """
     layout = flat_layout([math.prod(shape) for _, shape in shapes], world_size)
     size = element_bytes(settings, normuon=normuon)
-    plan, if_free, by_holders = (
-        make_plan([shapes], [layout], world_size, settings.cost, rates=chosen_by, element_bytes=size, pieces=pieces)
-        for chosen_by in (RATES, FREE, None)
+    cost_of = cache(settings.cost)
+    plan = make_plan([shapes], [layout], world_size, cost_of, element_bytes=size, pieces=pieces)
+    if_free, by_holders = (
+        with_owners(plan.groups, world_size, cost_of, rates=chosen_by, element_bytes=size) for chosen_by in (FREE, None)
     )
     (group,) = plan.groups
     by_shape = Counter((matrix.rows, matrix.cols) for matrix in group.matrices)
     each_holder = [0.0] * world_size
     for unit in group.units:
         for held in unit.slices:
-            each_holder[held.rank] += sum(settings.cost(matrix.rows, matrix.cols) for matrix in unit.matrices)
+            each_holder[held.rank] += sum(cost_of(matrix.rows, matrix.cols) for matrix in unit.matrices)
     exchange, with_batch = step_memory(group, settings, normuon=normuon)
     return StepCost(
         world_size=world_size,
@@ -228,7 +242,7 @@ def step_cost(
         busiest_bytes=max(plan.moved_by_rank()) * size,
         runs=len(group.matrices),
         runs_each_holder=sum(len(unit.slices) * len(unit.matrices) for unit in group.units),
-        flops=sum(count * settings.cost(*shape) for shape, count in by_shape.items()),
+        flops=sum(count * cost_of(*shape) for shape, count in by_shape.items()),
         loads=plan.loads,
         busiest_flops_if_free=max(if_free.loads),
         busiest_flops_by_holders=max(by_holders.loads),
@@ -241,6 +255,7 @@ def step_cost(
         step_memory=max(with_batch),
         saved_memory=torch.float32.itemsize * group.partition_size,
         offload=offload_cost(by_holders.groups[0], settings, normuon=normuon),
+        travellers=tuple(Traveller(u.name, u.rows, u.cols, u.holders, u.owner) for u in group.travellers),
     )
 
 

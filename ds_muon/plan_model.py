@@ -22,6 +22,9 @@ from ds_muon.text import columns
 from ds_muon.verify.engine_view import CannotVerify
 from ds_muon.verify.subject import make_subject
 
+# What others say of a config they cannot read may go on for pages.
+_LONGEST = 300
+
 
 class NoModel(ValueError):
     """Nothing that a plan could be made for, and why."""
@@ -122,7 +125,7 @@ def _routed(name: str, make: Callable[[], nn.Module]) -> Planned:
     except (NoModel, RoutingError) as error:
         raise NoModel(f"{name}: {error}") from None
     except Exception as error:  # a config that a class cannot take, or a factory that needs values
-        said = next(iter(str(error).splitlines()), "") or type(error).__name__
+        said = " ".join(str(error).split())[:_LONGEST] or type(error).__name__
         raise NoModel(f"{name}: the model cannot be made on the meta device: {said}") from error
     shapes: Shapes = [(each.name, each.shape) for each in routing.of_half("muon")]
     return Planned(name, shapes, routing.pieces(), routing)

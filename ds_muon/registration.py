@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,7 +19,7 @@ from deepspeed.runtime import engine as deepspeed_engine
 from torch import nn
 
 from ds_muon import engine_checkpoints
-from ds_muon.agree import RollCall, agree, leave_word, raise_together
+from ds_muon.agree import RollCall, agree, gather, leave_word, raise_together
 from ds_muon.config import OPTIMIZER_TYPE
 from ds_muon.deepspeed_parts import SCHEDULES, check_parts
 from ds_muon.learning_rates import far_off
@@ -169,9 +170,21 @@ def _configure_zero_optimizer(original: Callable[..., Any], engine: Any, optimiz
         from ds_muon.verify.in_training import TrainingCheck
 
         zero_optimizer.training_check = TrainingCheck(zero_optimizer, engine.module, every)
+    if every := _telemetry_every(engine, optimizer.config.telemetry_every):
+        from ds_muon.telemetry import Telemetry
+
+        zero_optimizer.telemetry = Telemetry(zero_optimizer, engine, every)
     if dist.get_rank() == 0:
         log(zero_optimizer.plan.summary(), logging.INFO)
     return zero_optimizer
+
+
+def _telemetry_every(engine: Any, every: int | None) -> int:
+    """How many steps lie between two that are observed; 0 for none. Rank 0's, which alone may have a monitor."""
+    if every is None and engine.monitor.enabled:
+        of_engine = engine.steps_per_print()
+        every = int(of_engine) if of_engine and math.isfinite(of_engine) else 100  # Accelerate sets infinity
+    return gather(every or 0, None)[0]
 
 
 def _scheduler_from_config(original: Callable[..., Any], engine: Any, optimizer: Any) -> Any:

@@ -23,7 +23,7 @@ owns, what travels), ``exchange`` (slices there and back) and ``orthogonalize`` 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,7 @@ from ds_muon.skipped import Skips, bad_updates
 from ds_muon.zero_base import MuonZeroBase
 
 if TYPE_CHECKING:
+    from ds_muon.telemetry import Telemetry
     from ds_muon.verify.in_training import TrainingCheck
 
 
@@ -60,6 +61,7 @@ class MuonZeroOptimizer(MuonZeroBase):
     Attributes:
         plan: who holds and who owns each Muon matrix. Muon's param groups are the first ones.
         training_check: checks every ``verify_every``-th step from around it. ``registration`` sets it; else None.
+        telemetry: observes every ``telemetry_every``-th step in the same way.
         muon_groups: one per Muon param group.
         skips: counts the skipped steps.
         steps: calls of ``step`` in this process, skipped steps included.
@@ -96,6 +98,7 @@ class MuonZeroOptimizer(MuonZeroBase):
         self._frozen = [(name, p) for p, name in param_names.items() if not p.requires_grad]
         self._lazy_init_hp_params_optimizer_state()
         self.training_check: TrainingCheck | None = None
+        self.telemetry: Telemetry | None = None
 
     # ---- construction -------------------------------------------------------------------------------------------
 
@@ -173,7 +176,10 @@ class MuonZeroOptimizer(MuonZeroBase):
         """
         if refusal := nothing_to_step_on(self):
             raise DSMuonRefusal(refusal)
-        with nullcontext() if self.training_check is None else self.training_check.around_step():
+        with ExitStack() as instruments:
+            for instrument in (self.telemetry, self.training_check):
+                if instrument is not None:
+                    instruments.enter_context(instrument.around_step())
             self._step_all_groups()
         self.timers.log(deepspeed_zero.OPTIMIZER_TIMERS)
 

@@ -29,7 +29,7 @@ def main() -> None:
     instruments = [module for module in MODULES if is_instrument(module)]
     arrows = [(module, name) for module in MODULES for name in imports(module) & MODULES.keys() - {module}]
     inside = [(a, b) for a, b in arrows if a in step and b in step]
-    upward = [(a, b) for a, b in arrows if a in engine() and is_instrument(b) and (a, b) != ON_REQUEST]
+    upward = [(a, b) for a, b in arrows if a in engine() and is_instrument(b) and (a, b) not in ON_REQUEST]
     readme = (ROOT / "README.md").read_text()
     print(f"one step:     {len(step)} files, {lines(*step):,} lines, {len(inside)} arrows between them")
     print(f"the package:  {len(MODULES)} files, {lines(*MODULES):,} lines, {len(arrows)} arrows")

@@ -10,8 +10,12 @@ The model leaves out overlap, how well a shape runs, and how far apart two ranks
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import TypeAlias
 
 # The search for the least time ends at this relative precision.
 _PRECISION = 1e-4
@@ -74,9 +78,14 @@ class Work:
     cost: float
     held: tuple[tuple[int, int], ...]
 
-    @property
+    @cached_property
     def elements(self) -> int:
         return sum(elements for _, elements in self.held)
+
+    @cached_property
+    def holders(self) -> tuple[tuple[int, int], ...]:
+        """``held``, the largest slice first."""
+        return tuple(sorted(self.held, key=lambda piece: (-piece[1], piece[0])))
 
     def travels(self, owner: int) -> bool:
         """Whether any slice must be sent to ``owner``."""
@@ -122,80 +131,102 @@ def choose_owners(works: Sequence[Work], world_size: int, rates: Rates, element_
     owners = least_loaded_holders(works, world_size)
     if world_size == 1 or not works:
         return owners
-    kept = _Ledger(works, world_size, rates, element_bytes)
+    held = [0] * world_size
+    for work in works:
+        for rank, elements in work.held:
+            held[rank] += elements
+    kept = _Ledger(held, rates, element_bytes)
     for work, owner in zip(works, owners, strict=True):
-        kept.give(work, owner)
+        kept.give(work, owner, dict(work.held)[owner])
     # No assignment is faster than the mean, or than the costliest matrix.
     too_short = max(sum(w.cost for w in works) / world_size, max(w.cost for w in works)) / rates.flops
-    enough = kept.busiest_seconds()
+    before = enough = max(kept.seconds)
     best: list[int] | None = None
-    order = _costliest_first(works)
+    alike = groupby(_costliest_first(works), key=lambda index: (works[index].cost, works[index].held))
+    runs = [(works[indices[0]], indices) for indices in (list(run) for _, run in alike)]
     while enough - too_short > _PRECISION * enough:
         limit = (too_short + enough) / 2
-        ledger = _Ledger(works, world_size, rates, element_bytes)
-        found = _deal(works, order, ledger, limit)
+        ledger = _Ledger(held, rates, element_bytes)
+        found = _deal(runs, ledger, limit)
         if found is None:
             too_short = limit
         else:
-            best, enough = found, ledger.busiest_seconds()
+            best, enough = found, max(ledger.seconds)
     if best is None:
         return owners
-    before = kept.busiest_seconds() + rates.exchange_seconds * _exchanges(works, owners)
+    before += rates.exchange_seconds * _exchanges(works, owners)
     after = enough + rates.exchange_seconds * _exchanges(works, best)
     return best if after < before * (1 - rates.least_gain) else owners
+
+
+_Run: TypeAlias = tuple[Work, list[int]]
+"""A matrix, and the indices of those that are held as it is and cost as much."""
 
 
 class _Ledger:
     """What every rank has to compute, send and receive. At first nobody owns a matrix, and every slice is to be sent.
 
     So giving a matrix to an owner changes the numbers of that rank only.
+
+    Args:
+        held: elements of matrices that each rank holds.
+        rates, element_bytes: as for ``choose_owners``.
+
+    Attributes:
+        seconds: each rank's time.
     """
 
-    def __init__(self, works: Sequence[Work], world_size: int, rates: Rates, element_bytes: int) -> None:
-        self.world_size = world_size
+    def __init__(self, held: Sequence[int], rates: Rates, element_bytes: int) -> None:
         # Costs that are integers add up exactly, so that every rank gets the same sums.
-        self._operations: list[float] = [0] * world_size
-        self._elements = [0] * world_size
+        self._operations: list[float] = [0] * len(held)
+        self._elements = list(held)
         self._rates, self._element_bytes = rates, element_bytes
-        for work in works:
-            for rank, elements in work.held:
-                self._elements[rank] += elements
+        self.seconds = [rates.of_rank(0, element_bytes * elements) for elements in held]
 
-    def seconds(self, rank: int, operations: float = 0, elements: int = 0) -> float:
-        """The rank's time, with this much more to compute, and to send and receive."""
-        moved = self._element_bytes * (self._elements[rank] + elements)
-        return self._rates.of_rank(self._operations[rank] + operations, moved)
+    def give(self, work: Work, rank: int, held: int, most: int = 1, limit: float = math.inf) -> int:
+        """Make ``rank`` the owner of up to ``most`` such matrices, until another would take it beyond ``limit``.
 
-    def busiest_seconds(self) -> float:
-        return max(map(self.seconds, range(len(self._elements))))
+        It receives the slices that it does not hold, and need not send the ``held`` elements of each that it does.
 
-    def give(self, work: Work, rank: int) -> None:
-        """Make ``rank`` the owner: it receives the slices that it does not hold, and need not send the one it holds."""
-        self._operations[rank] += work.cost
-        self._elements[rank] += work.elements - 2 * dict(work.held).get(rank, 0)
-
-
-def _deal(works: Sequence[Work], order: Sequence[int], ledger: _Ledger, limit: float) -> list[int] | None:
-    """Owners with which no rank takes longer than ``limit``, entered in ``ledger``. None if this finds none."""
-    owners = [0] * len(works)
-    # May hold outdated entries, but always a current one for each rank.
-    idlest = [(ledger.seconds(rank), rank) for rank in range(ledger.world_size)]
-    heapq.heapify(idlest)
-    for index in order:
-        work = works[index]
-        for rank, elements in sorted(work.held, key=lambda piece: (-piece[1], piece[0])):
-            if ledger.seconds(rank, work.cost, work.elements - 2 * elements) <= limit:
+        Returns:
+            How many it owns now.
+        """
+        operations, elements, received = self._operations[rank], self._elements[rank], work.elements - 2 * held
+        cost, of_rank, size = work.cost, self._rates.of_rank, self._element_bytes
+        given = 0
+        while given < most:
+            seconds = of_rank(operations + cost, size * (elements + received))
+            if seconds > limit:
                 break
-        else:
-            while idlest[0][0] != ledger.seconds(idlest[0][1]):
+            given += 1
+            operations, elements, self.seconds[rank] = operations + cost, elements + received, seconds
+        self._operations[rank], self._elements[rank] = operations, elements
+        return given
+
+
+def _deal(runs: Sequence[_Run], ledger: _Ledger, limit: float) -> list[int] | None:
+    """Owners with which no rank takes longer than ``limit``, entered in ``ledger``. None if this finds none."""
+    owners = [0] * sum(len(indices) for _, indices in runs)
+    # May hold outdated entries, but always a current one for each rank.
+    idlest = [(seconds, rank) for rank, seconds in enumerate(ledger.seconds)]
+    heapq.heapify(idlest)
+    for work, indices in runs:
+        given = 0
+        # A holder that has no time for one has none for those that are like it.
+        for rank, held in work.holders:
+            if taken := ledger.give(work, rank, held, len(indices) - given, limit):
+                for index in indices[given : given + taken]:
+                    owners[index] = rank
+                given += taken
+                heapq.heappush(idlest, (ledger.seconds[rank], rank))
+        for index in indices[given:]:
+            while idlest[0][0] != ledger.seconds[idlest[0][1]]:
                 heapq.heappop(idlest)
-            rank = idlest[0][1]
-            if ledger.seconds(rank, work.cost, work.elements - 2 * dict(work.held).get(rank, 0)) > limit:
+            owners[index] = rank = idlest[0][1]
+            if not ledger.give(work, rank, dict(work.held).get(rank, 0), 1, limit):
                 return None
-        ledger.give(work, rank)
-        owners[index] = rank
-        heapq.heappush(idlest, (ledger.seconds(rank), rank))
-    return owners if ledger.busiest_seconds() <= limit else None
+            heapq.heappush(idlest, (ledger.seconds[rank], rank))
+    return owners if max(ledger.seconds) <= limit else None
 
 
 def _costliest_first(works: Sequence[Work]) -> list[int]:

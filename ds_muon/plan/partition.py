@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from types import MappingProxyType
 
 from ds_muon.layout import Layout, Piece, out_and_in, whole
@@ -309,19 +310,41 @@ def make_plan(
         stored: layout of tensors by name; "out_in" by default.
         pieces: of tensors by name, in order; by default a tensor is one matrix, and its shape is that of a matrix.
     """
-    cuts = [
-        [
-            (name, piece, cut(offset + piece.start, piece.numel, layout.partition_size))
-            for index, offset in zip(layout.order, layout.offsets, strict=True)
-            for name, shape in [group[index]]
-            for piece in pieces.get(name) or whole(*shape)
-        ]
+    held = [
+        GroupPlan(
+            world_size,
+            layout.partition_size,
+            tuple(
+                Unit(piece.name(name), name, piece, _matrices(name, piece, stored.get(name, "out_in")), slices, -1)
+                for index, offset in zip(layout.order, layout.offsets, strict=True)
+                for name, shape in [group[index]]
+                for piece in pieces.get(name) or whole(*shape)
+                for slices in [cut(offset + piece.start, piece.numel, layout.partition_size)]
+            ),
+        )
         for group, layout in zip(groups, layouts, strict=True)
     ]
+    return with_owners(held, world_size, cost, rates=rates, element_bytes=element_bytes)
+
+
+def with_owners(
+    groups: Sequence[GroupPlan],
+    world_size: int,
+    cost: Callable[[int, int], float],
+    *,
+    rates: Rates | None = RATES,
+    element_bytes: int = ELEMENT_BYTES,
+) -> Plan:
+    """The plan of groups whose units are cut, whoever owned them. Arguments as for ``make_plan``."""
+    cost = cache(cost)
     works = [
-        Work(g, sum(cost(*shape) for shape in piece.shapes()), tuple((held.rank, held.numel) for held in slices))
-        for g, group_cuts in enumerate(cuts)
-        for _, piece, slices in group_cuts
+        Work(
+            g,
+            sum(cost(matrix.rows, matrix.cols) for matrix in unit.matrices),
+            tuple((held.rank, held.numel) for held in unit.slices),
+        )
+        for g, group in enumerate(groups)
+        for unit in group.units
     ]
     if rates is None:
         owners = least_loaded_holders(works, world_size)
@@ -332,25 +355,11 @@ def make_plan(
         loads[owner] += work.cost
     remaining = iter(owners)
     return Plan(
-        groups=tuple(
-            GroupPlan(
-                world_size,
-                layout.partition_size,
-                tuple(
-                    Unit(
-                        piece.name(name),
-                        name,
-                        piece,
-                        _matrices(name, piece, stored.get(name, "out_in")),
-                        slices,
-                        next(remaining),
-                    )
-                    for name, piece, slices in group_cuts
-                ),
-            )
-            for layout, group_cuts in zip(layouts, cuts, strict=True)
+        tuple(
+            replace(group, units=tuple(replace(unit, owner=next(remaining)) for unit in group.units))
+            for group in groups
         ),
-        loads=tuple(loads),
+        tuple(loads),
     )
 
 

@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping
+from functools import partial
 from importlib.util import find_spec
 from typing import NoReturn
 
@@ -71,12 +72,19 @@ def _run_rank(options: argparse.Namespace) -> int:
         )
     if dist.get_rank() == 0:  # the others would find its attempts
         check_outputs(options)
-    outcomes = run(task)
+    if options.determinism is not None:
+        from ds_muon.verify import determinism
+
+        found = determinism.runs(task, once=options.determinism == "once")
+        show, code = partial(determinism.present, found, options), determinism.exit_code(found)
+    else:
+        outcomes = run(task)
+        show, code = partial(present, outcomes, options), exit_code(outcomes)
     if dist.get_rank() == 0:
-        present(outcomes, options)
+        show()
     # The launcher ends everything when the first rank exits with another code than 0.
     dist.barrier()
-    return exit_code(outcomes)
+    return code
 
 
 if __name__ == "__main__":

@@ -62,6 +62,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         + "; ".join(f"{fault.name} ({fault.summary})" for fault in FAULTS.values())
         + f"; or {ALL_FAULTS}, one after another",
     )
+    parser.add_argument(
+        "--determinism",
+        nargs="?",
+        const="all",
+        choices=("all", "once"),
+        metavar="all",
+        help="instead, compare the bits of runs that must not differ: again, resumed, with and without overlap_comm, "
+        "nan_guard, capture and offload_optimizer, and on one rank less",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of weights and data (default: 0)")
     parser.set_defaults(run=run)
 
@@ -74,6 +83,8 @@ def check_options(options: argparse.Namespace) -> Task:
     """
     if options.report is not None and find_spec("matplotlib") is None:
         raise CannotVerify(f"--report needs matplotlib: {how_to_install('plot')}")
+    if options.determinism is not None and (options.inject is not None or options.report is not None):
+        raise CannotVerify("--determinism checks no update: leave --inject and --report out")
     if options.model is not None:
         parse_spec(options.model)
     config = read_config(options.config)
@@ -136,6 +147,18 @@ def _write_reports(outcomes: Sequence[Outcome], folder: Path) -> None:
             write_report(result, folder if len(outcomes) == 1 else folder / str(result.fault))
 
 
+def _run_determinism(arguments: Sequence[str], world_size: int, options: argparse.Namespace) -> int:
+    from ds_muon.verify import determinism
+
+    found = run_ranks(
+        "ds_muon.verify", [*arguments, "--determinism", options.determinism], world_size, determinism.load
+    )
+    if world_size > 1 and options.determinism == "all":
+        fewer = [*arguments, "--world-size", str(world_size - 1), "--determinism", "once"]
+        found += run_ranks("ds_muon.verify", fewer, world_size - 1, determinism.load)
+    return determinism.present(found, options)
+
+
 def run(options: argparse.Namespace) -> int:
     """Start the ranks and present what they found. Returns the exit code."""
     world_size = options.world_size or 2
@@ -146,6 +169,8 @@ def run(options: argparse.Namespace) -> int:
     try:
         check_options(options)
         check_outputs(options)
+        if options.determinism is not None:
+            return _run_determinism(arguments, world_size, options)
         return present(run_ranks("ds_muon.verify", arguments, world_size, load), options)
     except RanksFailed as error:
         tell(str(error), to=sys.stderr)

@@ -147,12 +147,12 @@ def _train(task: Task, fault: str | None) -> VerifyResult:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(task.seed)
     if task.model is None:
-        engine = _engine(built_in_model(), task.config)
+        engine = build_engine(built_in_model(), task.config)
         sequences = min(_MOST_SEQUENCES, engine.train_micro_batch_size_per_gpu())
         feed: Iterator[Any] = built_in_batches(sequences, rank, world_size, task.seed)
     else:
         model, batches = make_subject(task.model, rank, world_size)
-        engine = _engine(model, task.config)
+        engine = build_engine(model, task.config)
         feed = endless(batches)
 
     rates: list[float] = []
@@ -217,7 +217,8 @@ def _why_skipped(zero: Any) -> str:
     return f"{why}; {remedy}"
 
 
-def _engine(model: torch.nn.Module, config: dict[str, Any]) -> Any:
+def build_engine(model: torch.nn.Module, config: dict[str, Any]) -> Any:
+    """``deepspeed.initialize`` for all parameters of the model; the config is not modified."""
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         # DeepSpeed asks whether the hardware is fast at fp16. It need not be for a check: torch's CPU kernels have it.

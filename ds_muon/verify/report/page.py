@@ -18,6 +18,25 @@ def html_page(result: VerifyResult, rows: Sequence[Row], svg: str) -> str:
     Raises:
         ImportError: jinja2 is missing.
     """
+    word, sentence, colour = verdict_of(result, rows)
+    return rendered(
+        "page.html.j2",
+        result=result,
+        word=word,
+        sentence=sentence,
+        colour=colour,
+        facts=facts_of(result) | result.versions,
+        config=json.dumps(result.config, indent=2, default=str),
+        svg=inline(svg, "Flat buffers cut into partitions, and the error of every parameter's update", HEADING - 8),
+    )
+
+
+def rendered(template: str, **values: object) -> str:
+    """The page of a template in this folder, with ``values`` escaped.
+
+    Raises:
+        ImportError: jinja2 is missing.
+    """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     templates = Environment(
@@ -28,28 +47,16 @@ def html_page(result: VerifyResult, rows: Sequence[Row], svg: str) -> str:
         lstrip_blocks=True,
     )
     templates.filters |= {"number": number, "shape": shape_text, "half": half_name, "rank_colour": rank_colour}
-    word, sentence, colour = verdict_of(result, rows)
-    return templates.get_template("page.html.j2").render(
-        result=result,
-        word=word,
-        sentence=sentence,
-        colour=colour,
-        facts=facts_of(result) | result.versions,
-        config=json.dumps(result.config, indent=2, default=str),
-        colours=COLOURS,
-        svg=_inline(svg),
-    )
+    return templates.get_template(template).render(colours=COLOURS, **values)
 
 
-def _inline(svg: str) -> str:
-    """The picture as part of the page: without its heading, and in the colours of the reader's mode."""
+def inline(svg: str, label: str, top: float = 0.0) -> str:
+    """A picture as part of a page: in the colours of the reader's mode, and without what is above ``top``."""
     variables = {light: f"var(--{name})" for name, (light, _) in COLOURS.items()}
     inside = svg[svg.index("<svg") :]
     size = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', inside)
     assert size is not None
     width, height = map(float, size.groups())
-    label = "Flat buffers cut into partitions, and the error of every parameter's update"
-    top = HEADING - 8
     opening = f'<svg viewBox="0 {top:g} {width:g} {height - top:g}" role="img" aria-label="{label}">'
     inside = re.sub(
         r"(fill|stroke): (#\w{6})", lambda found: f"{found[1]}: {variables.get(found[2], found[2])}", inside

@@ -57,7 +57,7 @@ _MOST_PIXELS = 30_000  # of height; matplotlib refuses 2**16
 
 
 @contextmanager
-def _style() -> Iterator[None]:
+def style() -> Iterator[None]:
     """No style of the user's moves anything; text stays text; the same numbers make the same file."""
     import matplotlib.style
 
@@ -75,7 +75,7 @@ def figure_of(result: VerifyResult, rows: Sequence[Row], shown: Sequence[Row]) -
     tops, end = _tops(shown)
     top = HEADING + _STRIP * len(groups) + _LEGEND
     height = top + _TITLES + end + _FOOT
-    with _style():
+    with style():
         figure = Figure((WIDTH / 72, height / 72), facecolor=_LIGHT["paper"])
 
         def panel(first: float, last: float, left: float = 0, right: float = WIDTH) -> Any:
@@ -88,7 +88,7 @@ def figure_of(result: VerifyResult, rows: Sequence[Row], shown: Sequence[Row]) -
         page = panel(0, height)
         word, sentence, colour = verdict_of(result, rows)
         page.text(_LEFT, 29, f"{word}: {sentence}", color=_LIGHT[colour], fontsize=12.2, fontweight="bold")
-        page.text(_LEFT, 46, _shortened(" · ".join(facts_of(result).values())), color=_LIGHT["muted"], fontsize=8.6)
+        page.text(_LEFT, 46, shortened(" · ".join(facts_of(result).values())), color=_LIGHT["muted"], fontsize=8.6)
         for group in groups:
             first = HEADING + _STRIP * group
             in_group = [row for row in rows if row.placed.group == group]
@@ -106,14 +106,14 @@ def figure_of(result: VerifyResult, rows: Sequence[Row], shown: Sequence[Row]) -
 
 
 def write_png(figure: Any, path: Path) -> None:
-    with _style(), writing(path) as file:
+    with style(), writing(path) as file:
         figure.savefig(file, format="png", dpi=min(_DPI, _MOST_PIXELS / figure.get_figheight()))
 
 
 def svg_of(figure: Any) -> str:
     """The picture as an SVG file, with what ``_tell`` has hidden in ids as titles."""
     text = StringIO()
-    with _style():
+    with style():
         figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     return re.sub(r"""<g id=(["'])tell: (.*?)\1>""", r"<g><title>\2</title>", text.getvalue(), flags=re.S)
 
@@ -245,10 +245,10 @@ def _draw_rows(axes: Any, shown: Sequence[Row], tops: Sequence[float]) -> None:
             axes.text(_LEFT, top - 4, _group_title(group, [row]), fontweight="bold", **_QUIET)
         if not row.ok:
             _box(axes, (_LEFT - 6, top + 0.7), _RIGHT - _LEFT + 12, _ROW + _DIAGNOSIS - 1.4, "wash")
-            diagnosis = _shortened(f"\N{LEFTWARDS ARROW} {row.diagnosis or 'no diagnosis'}")
+            diagnosis = shortened(f"\N{LEFTWARDS ARROW} {row.diagnosis or 'no diagnosis'}")
             axes.text(_LEFT, baseline + _DIAGNOSIS, diagnosis, color=_LIGHT["alarm"])
         colour, weight = ("ink", "normal") if row.ok else ("alarm", "bold")
-        name = _shortened(record.name, _NAME_CHARACTERS, keep_end=True)
+        name = shortened(record.name, _NAME_CHARACTERS, keep_end=True)
         axes.text(_LEFT, baseline, name, fontfamily="DejaVu Sans Mono", fontweight=weight, color=_LIGHT[colour])
         axes.text(_SHAPE_END, baseline, shape_text(record), ha="right", **_QUIET)
         scale = (_BAR_END - _BAR) / max(row.elements, 1)
@@ -369,7 +369,7 @@ def _tip(row: Row) -> str:
     return "; ".join((f"{row.placed.name}: {_held(row)}", *against, *([row.diagnosis] if row.diagnosis else [])))
 
 
-def _shortened(text: str, length: int = _LINE_CHARACTERS, *, keep_end: bool = False) -> str:
+def shortened(text: str, length: int = _LINE_CHARACTERS, *, keep_end: bool = False) -> str:
     """Of a parameter's name the end tells most."""
     if len(text) <= length:
         return text

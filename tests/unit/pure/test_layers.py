@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -29,6 +30,7 @@ INSTRUMENTS = (
         "options",
     ),
     *("ordinary", "convert", "to_universal", "migrate", "doctor", "ds_config", "config_command"),
+    *("telemetry", "trainer", "run_log", "report_command"),
 )
 # What may know DeepSpeed, beside the instruments.
 BOUND_TO_DEEPSPEED = {
@@ -44,8 +46,11 @@ BOUND_TO_DEEPSPEED = {
     "shards",
     "saving",
 }
-# The one arrow from the engine to an instrument: taken only in a run that asks to be checked.
-ON_REQUEST = ("ds_muon.registration", "ds_muon.verify.in_training")
+# The arrows from the engine to an instrument: taken only in a run that asks to be checked, or observed.
+ON_REQUEST = {
+    ("ds_muon.registration", "ds_muon.verify.in_training"),
+    ("ds_muon.registration", "ds_muon.telemetry"),
+}
 
 
 @cache
@@ -81,7 +86,7 @@ def test_no_arrow_closes_a_circle() -> None:
 @pytest.mark.parametrize("module", engine())
 def test_the_engine_imports_no_instrument(module: str) -> None:
     arrows = {(module, name) for name in imports(module) if is_instrument(name)}
-    assert arrows <= {ON_REQUEST}
+    assert arrows <= ON_REQUEST
 
 
 def test_nothing_inside_imports_the_packages_face() -> None:
@@ -97,3 +102,11 @@ def test_only_what_is_bound_to_deepspeed_imports_it(module: str) -> None:
 
 def test_only_the_packages_face_knows_the_registration() -> None:
     assert [module for module in MODULES if "ds_muon.registration" in imports(module)] == ["ds_muon"]
+
+
+def test_no_test_imports_another() -> None:
+    """What they share lies in tests/unit/support."""
+    tests = Path(__file__).parents[2]
+    another = re.compile(r"(from|import) tests\.[\w.]*\.test_")
+    found = [str(path) for path in tests.rglob("*.py") if another.search(path.read_text())]
+    assert not found

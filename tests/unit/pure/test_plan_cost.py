@@ -69,6 +69,9 @@ def test_every_number_follows_from_where_the_boundaries_fall(shapes: list, world
     assert cost.loads == tuple(
         sum(SETTINGS.cost(m.rows, m.cols) for m in plan.units if m.owner == rank) for rank in range(world_size)
     )
+    assert [(t.name, t.rows, t.cols, t.holders, t.owner) for t in cost.travellers] == [
+        (unit.name, unit.rows, unit.cols, unit.holders, unit.owner) for unit in plan.units if unit.travels
+    ]
     assert cost.moved_bytes == 6 * plan.moved_elements() == cost.moved_bytes_by_holders
     assert cost.moved_bytes / world_size <= cost.busiest_bytes <= cost.moved_bytes
 
