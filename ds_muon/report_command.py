@@ -152,7 +152,8 @@ def draw(log: RunLog, panels: Mapping[str, Mapping[str, Mapping[float, float]]])
             _draw_lines(axes, series, title in _LOGARITHMIC)
             if title in _REACH:
                 bottom, top_least = _REACH[title]
-                axes.set_ylim(bottom, max(axes.get_ylim()[1], top_least))
+                most = max(axes.get_ylim()[1], top_least)
+                axes.set_ylim(bottom - 0.02 * (most - bottom), most)
             if title == _CHECKS:
                 axes.axhline(1, color=_LIGHT["alarm"], linewidth=0.9)
             axes.set_xlabel(log.along, loc="right", color=_LIGHT["muted"], fontsize=7, labelpad=1)

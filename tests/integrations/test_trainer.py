@@ -263,3 +263,28 @@ def test_trl_fine_tunes(tmp_path: Path, lora: bool) -> None:
         assert len(of_muon) == 4 and all("lora_" in name for name in of_muon)
     else:
         assert len(of_muon) == 7
+
+
+# ---- telemetry ------------------------------------------------------------------------------------------------------
+
+
+def logged_with_telemetry(folder: str) -> list[dict[str, float]]:
+    """Trainer's log; and the latest telemetry, as its last entry."""
+    from transformers import Trainer, TrainingArguments
+
+    from ds_muon.trainer import TelemetryCallback
+
+    with accelerate_anew():
+        config = config_for({**MUONS_RATE, "telemetry_every": 2})
+        arguments = TrainingArguments(**arguments_for(folder, config, max_steps=4, save_strategy="no"))
+        trainer = Trainer(model=tiny_llama(), args=arguments, train_dataset=counting(4 * BATCH))
+        trainer.add_callback(TelemetryCallback)
+        trainer.train()
+        return [*trainer.state.log_history, trainer.model_wrapped.optimizer.telemetry.last]
+
+
+def test_its_log_gets_the_numbers_of_telemetry_by_a_callback(tmp_path: Path) -> None:
+    *history, last = run_ranks(2, logged_with_telemetry, str(tmp_path))[0]
+    norms = [entry.get("DSMuon/grad_norm/muon") for entry in history if "loss" in entry]
+    assert norms[0] is None and norms[1] == norms[2] != norms[3] == last["grad_norm/muon"]
+    assert norms[1] < history[1]["grad_norm"]  # of both halves

@@ -15,7 +15,6 @@ from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor
 
 from ds_muon.telemetry import Telemetry, distance_from_orthogonal, largest_singular_value
-from tests.unit.support.frameworks import accelerate_anew
 from tests.unit.support.models import PrescribedGradients, ds_config, start, train_step
 from tests.unit.support.ranks import DEVICE, run_ranks
 
@@ -35,7 +34,7 @@ def train(config: dict[str, Any]) -> tuple[list[dict[str, Tensor]], list[int], d
     engine = start(PrescribedGradients(SHAPES), config)
 
     def weights() -> dict[str, Tensor]:
-        return {name: safe_get_full_fp32_param(p).clone() for name, p in engine.module.named_parameters()}
+        return {name: safe_get_full_fp32_param(p).cpu().clone() for name, p in engine.module.named_parameters()}
 
     seen, reductions = [weights()], []
     for step in range(STEPS):
@@ -106,7 +105,9 @@ def test_the_monitor_gets_what_an_independent_computation_finds(tmp_path: Path) 
             }
         s = torch.linalg.svdvals(change["p0"] / RATES["lr"])  # wide: no factor
         expected["off_orthogonal_p0"] = rms([s.square() - 1])
-        assert {name: found[name][samples] for name in expected} == pytest.approx(expected, rel=2e-4)
+        # On GPUs O O^T is computed in O's dtype.
+        tolerance = 2e-4 if DEVICE == "cpu" else 5e-3
+        assert {name: found[name][samples] for name in expected} == pytest.approx(expected, rel=tolerance)
         assert all(found[f"skipped_{kind}"][samples] == 0 for kind in ("spikes", "bad_gradients", "bad_updates"))
         assert found["newton_schulz_ms"][samples] > 0 and found["exchange_ms"][samples] > 0
         assert 1 <= found["balance"][samples] <= 2
@@ -225,34 +226,3 @@ def test_the_distance_from_orthogonal_is_that_of_the_singular_values(dtype: torc
     with mock.patch("ds_muon.telemetry._AT_A_TIME", 1000):  # in several parts
         for matrix in (o, o.mT):
             assert float(distance_from_orthogonal(matrix)) == pytest.approx(rms([s.square() - 1]), rel=5e-3)
-
-
-def train_by_trainer(folder: str) -> list[dict[str, float]]:
-    """Trainer's log; and the latest telemetry, as its last entry."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
-
-    from ds_muon.trainer import TelemetryCallback
-
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    rates = {"lr": "auto", "muon_lr": 0.02, "adam_lr": 1e-3, "telemetry_every": 2}
-    config = ds_config(rates, train_micro_batch_size_per_gpu="auto", gradient_clipping="auto")
-    with accelerate_anew():
-        arguments = TrainingArguments(
-            output_dir=folder, max_steps=4, logging_steps=1, per_device_train_batch_size=2, deepspeed=config,
-            report_to=[], save_strategy="no", use_cpu=DEVICE == "cpu", disable_tqdm=True,
-        )  # fmt: skip
-        tokens = torch.arange(8)
-        data = [{"input_ids": tokens, "labels": tokens}] * 16
-        trainer = Trainer(LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)), arguments, train_dataset=data)
-        trainer.add_callback(TelemetryCallback)
-        trainer.train()
-        return [*trainer.state.log_history, trainer.model_wrapped.optimizer.telemetry.last]
-
-
-@pytest.mark.ranks
-def test_trainers_log_gets_the_numbers_by_its_callback(tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="needs transformers: pip install '.[integrations]'")
-    *history, last = run_ranks(2, train_by_trainer, str(tmp_path))[0]
-    norms = [entry.get("DSMuon/grad_norm/muon") for entry in history if "loss" in entry]
-    assert norms[0] is None and norms[1] == norms[2] != norms[3] == last["grad_norm/muon"]
-    assert norms[1] < history[1]["grad_norm"]  # of both halves
