@@ -35,7 +35,7 @@ from types import MappingProxyType
 
 import torch
 
-from ds_muon.exchange import element_bytes
+from ds_muon.exchange import element_bytes, result_dtype
 from ds_muon.layout import Piece
 from ds_muon.offload import STAGING_BYTES
 from ds_muon.orthogonalize import BACKENDS, WORKSPACE_BYTES, NewtonSchulz
