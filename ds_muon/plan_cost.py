@@ -35,7 +35,7 @@ from types import MappingProxyType
 
 import torch
 
-from ds_muon.exchange import element_bytes
+from ds_muon.exchange import element_bytes, result_dtype
 from ds_muon.layout import Piece
 from ds_muon.offload import STAGING_BYTES
 from ds_muon.orthogonalize import BACKENDS, WORKSPACE_BYTES, NewtonSchulz
@@ -269,7 +269,7 @@ def offload_cost(plan: GroupPlan, settings: NewtonSchulz, *, normuon: bool = Fal
         u = rows * cols * torch.float32.itemsize
         count = max(1, min(half // u, size * torch.float32.itemsize // u))
         one = backend.workspace(rows, cols, settings.dtype, settings.iteration(rows, cols).squares)
-        return count * (2 * u + 2 * rows * cols * settings.dtype.itemsize + one)
+        return count * (2 * u + 2 * rows * cols * result_dtype(settings, normuon=normuon).itemsize + one)
 
     shapes = {(matrix.rows, matrix.cols) for unit in plan.units for matrix in unit.matrices}
     return OffloadCost(

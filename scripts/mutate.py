@@ -129,14 +129,18 @@ FAULTS = (
     Fault("normuon", "self._staged.zero_()", "pass", NORMUON),
     # ---- elementwise
     Fault("passes/torch_passes", "step.mul_(1 - momentum).add_(before)", "step.mul_(momentum).add_(before)", PASSES),
-    Fault("passes/torch_passes", "g.mul_(1 - momentum).add_(average.mul_(momentum))", "g.copy_(average)", PASSES),
-    Fault("passes/torch_passes", "g.masked_fill_(moves.logical_not(), 0)", "pass", f"{IDLE} {PASSES}"),
+    Fault("passes/torch_passes", "torch.mul(g, 1 - momentum, out=u).add_(average.mul_(momentum))", "u.copy_(average)", PASSES),
+    Fault("passes/torch_passes", "u.masked_fill_(moves.logical_not(), 0)", "pass", f"{IDLE} {PASSES}"),
     Fault("passes/torch_passes", "torch.where(moves, average, before, out=before)", "before.copy_(average)", IDLE),
     Fault("passes/torch_passes", "w.mul_(1 - lr * weight_decay)", "w.mul_(1 - weight_decay)", f"{PASSES} {STEP}"),
-    Fault("passes/torch_passes", "w.sub_(u.mul_(lr))", "w.add_(u.mul_(lr))", PASSES),
+    Fault("passes/torch_passes", "w.sub_((u if", "w.add_((u if", PASSES),
     Fault("checkpoint", "if group[\"use_muon\"] and (\"row_variance\" in theirs) !=", "if (1 in theirs) !=", "ranks/test_checkpoint.py"),
     Fault("optimizer", "own = step.clone() if i else step", "own = step.clone()", STEP),
     Fault("optimizer", 'not in ("params", *ORIGIN)', 'not in ("params",)', "ranks/test_any_size.py"),
+    # ---- CPU offload
+    Fault("offload", "self._offset(matrix) + start, into", "self._offset(matrix), into", "ranks/test_offload.py"),
+    Fault("offload", "self._current, self._filled = (self", "self._current, _ = (self", "ranks/test_offload.py"),
+    Fault("muon_group", "here = outputs[:count] if factors is None else outputs[:count] * factors[:count]", "here = outputs[:count]", "ranks/test_offload.py"),
     # ---- Newton-Schulz
     Fault("orthogonalize/newton_schulz", "growth *= triple[0] ** 2", "growth *= triple[0]", ITERATION),
     Fault("orthogonalize/newton_schulz", "r = ops.symmetric(w, ops.symmetric(w, r))", "r = ops.symmetric(w, r)", ITERATION),
