@@ -283,14 +283,15 @@ class MuonGroup:
         factors = self._factors(inputs, outputs, variance)
         scale = self._scale(batch[0][0])
         here = outputs[:count] if factors is None else outputs[:count] * factors[:count]
-        in_strips = any(matrix.piece.strips for matrix, _ in batch[:count])
-        falling = ferry.down([here], None if in_strips else self.on_host.land(here, units[:count], scale))
+        # A matrix whose rows or columns lie apart has been copied, and comes back to the copy.
+        in_place = all(map(self.on_host.holds, units[:count]))
+        falling = ferry.down([here], self.on_host.land(here, units[:count], scale) if in_place else None)
         results.update(_results(inputs[count:], outputs[count:], None if factors is None else factors[count:]))
         del rising, lifted, inputs, outputs, here  # memory of the accelerator
         yield  # the results are on their way down
 
         arrived = falling.on_host()
-        if in_strips:
+        if not in_place:
             store_updates(arrived[0], units[:count], scale=scale)
             copies.put_back(batch[:count])
 

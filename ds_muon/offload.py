@@ -161,12 +161,17 @@ class HostPart:
                 self._advanced.add(offset)
                 self._advance(offset, part.numel())
 
+    def holds(self, matrix: Tensor) -> bool:
+        """Whether it is a contiguous view of the partition."""
+        same = matrix.untyped_storage().data_ptr() == self._partition.untyped_storage().data_ptr()
+        return same and matrix.is_contiguous()
+
     def land(self, outputs: Tensor, units: Sequence[Tensor], scale: float) -> list[Tensor]:
         """Give out the places of U for O.
 
         Args:
             outputs: (batch, rows, cols), of at most four bytes an element; not modified.
-            units: views of the partition, (rows, cols), that are not needed any more.
+            units: contiguous views of the partition, (rows, cols), that are not needed any more.
             scale: of O.
 
         Returns:
@@ -197,8 +202,12 @@ class HostPart:
         return found
 
     def of(self, offset: int, numel: int) -> Tensor:
-        """What is at a unit's place: its update, but for a finite factor."""
-        return self._landed[offset].update if offset in self._landed else self._partition.narrow(0, offset, numel)
+        """The updates of so many elements, but for finite factors: (numel,) fp32, a copy."""
+        values = self._partition.narrow(0, offset, numel).clone()
+        for start, update, _ in self._landed.values():
+            if offset <= start < offset + numel:
+                values[start - offset :][: update.numel()] = update
+        return values
 
     def sizes(self) -> Tensor:
         """Some fp64 numbers on the accelerator that are finite exactly if all updates are."""

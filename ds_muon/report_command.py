@@ -21,7 +21,7 @@ from ds_muon.verify.outcome import COULD_NOT_RUN, load
 from ds_muon.verify.record import VerifyResult
 from ds_muon.verify.report.page import inline, rendered
 from ds_muon.verify.report.picture import COLOURS, HEADING, WIDTH, figure_of, shortened, style, svg_of
-from ds_muon.verify.report.rows import rows_of, verdict_of
+from ds_muon.verify.report.rows import rows_of, verdict_of, with_printable_names
 
 _HALF = "(muon|adamw)"
 _SKIPPED, _BALANCE = "Steps skipped so far", "Most loaded rank over the mean"
@@ -88,8 +88,7 @@ def page(logs: Sequence[RunLog], checks: Sequence[VerifyResult]) -> str:
     runs = []
     for log in logs:
         panels = panels_of(log)
-        picture = inline(svg_of(draw(log, panels)), f"Curves of {log.name}") if panels else ""
-        # The name may hold what ends an attribute.
+        picture = inline(svg_of(draw(log, panels)), "The curves of a run") if panels else ""
         runs.append((log, sentence_of(log), picture, [(name, *_summary(log.series[name])) for name in log.series]))
     maps = []
     for check in checks:
@@ -192,5 +191,5 @@ def _part(path: Path) -> RunLog | VerifyResult:
         except (ValueError, OSError):
             return read_log(path)
         if isinstance(found, VerifyResult):
-            return found
+            return with_printable_names(found)
     return read_log(path)

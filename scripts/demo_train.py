@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
 import sys
@@ -26,6 +25,7 @@ import deepspeed
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from small_training import decay, windows
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
@@ -72,24 +72,6 @@ def standard_library() -> tuple[Tensor, Tensor]:
         for part in (files[:held_out], files[held_out:])
     )
     return train, validation
-
-
-def windows(text: Tensor, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets (B, T), int64, on the accelerator, of the windows that begin at `starts` (B)."""
-    device = get_accelerator().current_device_name()
-    rows = text[starts[:, None] + torch.arange(length + 1)].long().to(device)
-    return rows[:, :-1], rows[:, 1:]
-
-
-def decay(step: int, steps: int) -> float:
-    """Linear warmup over the first 5 %, then a cosine down to a tenth.
-
-    Not to zero: the last updates are checked, and one that is small beside its weight drowns in the weight's rounding.
-    """
-    warmup = max(1, steps // 20)
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, steps - warmup))))
 
 
 def mean_over_ranks(values: list[float]) -> list[float]:
@@ -139,11 +121,12 @@ def train(args: argparse.Namespace) -> int:
         model=model,
         model_parameters=model.parameters(),
         config=config,
-        # LambdaLR multiplies each group's own rate, so Muon's and AdamW's keep their ratio.
+        # LambdaLR multiplies each group's own rate, so Muon's and AdamW's keep their ratio. It does not go to zero: the
+        # last updates are checked, and one that is small beside its weight drowns in the weight's rounding.
         lr_scheduler=lambda optimizer: LambdaLR(optimizer, lambda step: decay(step, steps)),
     )
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    text, held_out = standard_library()
+    text, held_out = (part.to(engine.device) for part in standard_library())
     sampler = torch.Generator().manual_seed(SEED * world_size + rank)
 
     losses: list[float] = []

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils import cpp_extension
 
+from ds_muon.layout import Piece
 from ds_muon.passes import torch_passes
 from ds_muon.passes.segments import SPAN, Segments, Where
-from ds_muon.passes.torch_passes import of_matrices, store_updates
+from ds_muon.passes.torch_passes import of_matrices, store_updates, sums_across
 
 __all__ = ["adamw_", "advance_momentum_", "apply_update_", "store_updates", "sum_of_squares"]
 
@@ -131,13 +132,27 @@ def sum_of_squares(x: Tensor, segments: Segments | None = None) -> Tensor:
         firsts = torch.tensor([0, len(starts) - 1], dtype=torch.int64, device="cpu")
     else:
         starts, firsts = segments.pieces, segments.first_pieces
-    sums = torch.empty(len(starts) - 1, dtype=torch.float64, device="cpu")
+    sums = _squares(x, starts)
     totals = torch.empty(len(firsts) - 1, dtype=torch.float64, device="cpu")
-    _LIBRARY.ds_muon_squares(x.data_ptr(), starts.data_ptr(), len(sums), sums.data_ptr())
     _LIBRARY.ds_muon_sums(sums.data_ptr(), firsts.data_ptr(), len(totals), totals.data_ptr())
     if segments is None:
         return totals[0]
-    return totals if segments.striped is None else of_matrices(totals, x, segments)
+    return totals if segments.striped is None else of_matrices(totals, x, segments, _across)
+
+
+def _squares(x: Tensor, starts: Tensor) -> Tensor:
+    """The sum of squares from each of ``starts`` to before the next: (len(starts) - 1,) fp64."""
+    sums = torch.empty(len(starts) - 1, dtype=torch.float64, device="cpu")
+    _LIBRARY.ds_muon_squares(x.data_ptr(), starts.data_ptr(), len(sums), sums.data_ptr())
+    return sums
+
+
+def _across(part: Tensor, piece: Piece, start: int) -> Tensor:
+    """See ``torch_passes.sums_across``."""
+    if piece.axis:
+        return sums_across(part, piece, start)
+    edges = (torch.arange(piece.rows + 1, dtype=torch.int64, device="cpu") * piece.cols - start).clamp_(0, part.numel())
+    return _squares(part, edges)
 
 
 def _flat(tensor: Tensor, *dtypes: torch.dtype) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -132,8 +132,14 @@ def sum_of_squares(x: Tensor, segments: Segments | None = None) -> Tensor:
     return of_matrices(torch.stack([_sum(segment) for segment in torch.split(x, list(segments.sizes))]), x, segments)
 
 
-def of_matrices(totals: Tensor, x: Tensor, segments: Segments) -> Tensor:
-    """The sum of squares of each matrix: (matrices,), from those of the segments, (segments,) fp64."""
+def of_matrices(
+    totals: Tensor, x: Tensor, segments: Segments, across: Callable[[Tensor, Piece, int], Tensor] | None = None
+) -> Tensor:
+    """The sum of squares of each matrix: (matrices,), from those of the segments, (segments,) fp64.
+
+    Args:
+        across: does what ``sums_across`` does.
+    """
     if segments.striped is None:
         return totals
     sums = torch.empty(segments.matrices, dtype=totals.dtype, device=totals.device)
@@ -142,11 +148,11 @@ def of_matrices(totals: Tensor, x: Tensor, segments: Segments) -> Tensor:
     for held, first, members in segments.striped.parts:
         part = x.narrow(0, held.offset, held.numel)
         # A product, because sums into places that several share have no fixed order on GPUs.
-        torch.mv(members, _sums_across(part, held.piece, held.start), out=sums[first : first + len(members)])
+        torch.mv(members, (across or sums_across)(part, held.piece, held.start), out=sums[first : first + len(members)])
     return sums
 
 
-def _sums_across(part: Tensor, piece: Piece, start: int) -> Tensor:
+def sums_across(part: Tensor, piece: Piece, start: int) -> Tensor:
     """The sum of squares of each row (axis 0) or column (axis 1) of a piece, in what ``part`` has of it."""
     across = torch.zeros(piece.cols if piece.axis else piece.rows, dtype=torch.float64, device=part.device)
     for rows, row, col in rows_of(part, piece.cols, start):

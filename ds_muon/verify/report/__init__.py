@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from ds_muon.extras import how_to_install
 from ds_muon.files import write_text
-from ds_muon.say import printable
 from ds_muon.verify.record import VerifyResult
 from ds_muon.verify.report.page import html_page
 from ds_muon.verify.report.picture import figure_of, svg_of, write_png
-from ds_muon.verify.report.rows import rows_of, selected_rows
+from ds_muon.verify.report.rows import rows_of, selected_rows, with_printable_names
 
 __all__ = ["FILES", "write_report"]
 
@@ -30,7 +28,7 @@ def write_report(result: VerifyResult, folder: Path) -> tuple[Path, Path, Path]:
     Raises:
         ImportError: matplotlib or jinja2 is missing.
     """
-    result = replace(result, records=tuple(replace(record, name=printable(record.name)) for record in result.records))
+    result = with_printable_names(result)
     rows = rows_of(result)
     selected = selected_rows(rows, ROWS_IN_PNG)
     try:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ds_muon.say import printable
 from ds_muon.text import count
 from ds_muon.verify.outcome import is_found
 from ds_muon.verify.record import Comparison, UpdateRecord, VerifyResult
@@ -37,6 +38,11 @@ class Row:
     @property
     def excess(self) -> float:
         return max(self.against_fp64.excess, self.same_dtype.excess)
+
+
+def with_printable_names(result: VerifyResult) -> VerifyResult:
+    """The same with names that can be shown."""
+    return replace(result, records=tuple(replace(record, name=printable(record.name)) for record in result.records))
 
 
 def rows_of(result: VerifyResult) -> list[Row]:

@@ -27,6 +27,7 @@ MEASURED = ROOT / "docs" / "measured"
 FILES_OF_USERS = {"train.py", "train_hf.py", "train_accelerate.py"}
 OPTIONS_OF_OTHERS = {
     *("--num_accelerators", "--local_rank", "--nproc-per-node", "--module", "--allow-run-as-root"),
+    *("--use_deepspeed", "--num_processes", "--index-url"),
     "--inject_missing_state",
 }
 KEYS_OF_DEEPSPEED = {

@@ -121,10 +121,10 @@ def test_what_verify_wrote_becomes_the_map_of_the_partitions(folder: Path) -> No
     from tests.unit.support.results import sample
 
     check, out = folder / "verify.json", folder / "page.html"
-    save([sample((500, 900), adamw=(100,))], check, as_list=False)
+    save([sample((500, 900), names=["cut\n.weight"], adamw=(100,))], check, as_list=False)
     assert cli.main(["report", str(folder), str(check), "--out", str(out)]) == 0
     page = out.read_text()
-    assert "Muon: param group 0" in page and "muon.0.weight" in page and ">RIGHT<" in page and "Train_loss" in page
+    assert "Muon: param group 0" in page and r"cut\n.weight" in page and ">RIGHT<" in page and "Train_loss" in page
 
 
 @pytest.mark.parametrize(

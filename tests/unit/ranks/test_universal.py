@@ -18,7 +18,6 @@ import torch
 from torch.optim import lr_scheduler
 
 from ds_muon.cli import main
-from ds_muon.optimizer import DSMuon
 from ds_muon.shards import layout
 from tests.unit.ranks.test_any_size import (
     CONFIG,
@@ -39,7 +38,6 @@ from tests.unit.ranks.test_any_size import (
 )
 from tests.unit.ranks.test_checkpoint import assert_same, everything
 from tests.unit.support.cases import pairwise
-from tests.unit.support.frameworks import forget_accelerate
 from tests.unit.support.models import (
     PrescribedGradients,
     assembled,
@@ -49,7 +47,7 @@ from tests.unit.support.models import (
     start_groups,
     train_step,
 )
-from tests.unit.support.ranks import DEVICE, run_ranks
+from tests.unit.support.ranks import run_ranks
 from tests.unit.support.steps import exact_gradients
 
 pytestmark = pytest.mark.ranks
@@ -515,59 +513,3 @@ def test_a_schedule_goes_on_from_its_place_with_the_rates_of_this_run(tmp_path: 
     (straight,) = run_ranks(1, rates_after, name, None, 6, None, None)
     (resumed,) = run_ranks(1, rates_after, name, None, 3, folder, None)
     assert resumed == [pytest.approx(rates) for rates in straight[3:]]
-
-
-def train_by_trainer(folder: str, optimizer: dict[str, Any], steps: int, resume: str | None) -> dict[str, Any]:
-    """What Hugging Face's Trainer has at the end, and its momentum and moments when it began."""
-    from transformers import Trainer, TrainerCallback, TrainingArguments
-
-    began: dict[str, Any] = {}
-
-    class AtStart(TrainerCallback):  # type: ignore[misc]
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            engine = trainer.model_wrapped
-            if isinstance(engine.optimizer.optimizer, DSMuon):
-                began.update(by_name(engine))
-
-    config = ds_config(optimizer=optimizer, train_micro_batch_size_per_gpu="auto", gradient_clipping="auto")
-    model = Tiny()
-    try:
-        with mock.patch.dict(os.environ):
-            arguments = TrainingArguments(
-                output_dir=folder, max_steps=steps, save_steps=2, learning_rate=1e-3, per_device_train_batch_size=4,
-                logging_steps=1, deepspeed=config, report_to=[], use_cpu=DEVICE == "cpu", warmup_steps=1,
-            )  # fmt: skip
-            data = [{"x": torch.randn(8, generator=torch.Generator().manual_seed(i))} for i in range(64)]
-            trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=[AtStart()])
-            trainer.train(resume_from_checkpoint=resume)
-            history = [entry["step"] for entry in trainer.state.log_history if "loss" in entry]
-            began["rates"] = {name: rates["lr"] for name, rates in began.get("rates", {}).items()}
-            return {"began": began, "steps": history, "at": trainer.state.global_step}
-    finally:
-        forget_accelerate()
-
-
-class Tiny(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": (self.second(torch.relu(self.first(x))) - x).square().mean()}
-
-
-def test_hugging_faces_trainer_resumes_from_a_migrated_checkpoint(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
-    adamw = {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}
-    dsmuon = {"type": "DSMuon", "params": {"lr": "auto", "muon_lr": 0.02}}
-    run_ranks(1, train_by_trainer, str(tmp_path / "run"), adamw, 2, None)
-    folder = converted("migrate", tmp_path / "run/checkpoint-2", tmp_path / "out/checkpoint-2")
-    (found,) = run_ranks(1, train_by_trainer, str(tmp_path / "more"), dsmuon, 4, folder)
-    assert found["at"] == 4 and found["steps"] == [1, 2, 3, 4]
-    began = found["began"]
-    assert began["counters"] == [2, 0] and not any(bool(m.any()) for m in began["momentum_buffer"].values())
-    assert all(bool(moments.any()) for moments in began["exp_avg_sq"].values()) and began["step"]["first.bias"] == 2
-    # A linear decay from step 1 to 4 has come to 2 of 3 parts.
-    assert began["rates"]["first.weight"] == pytest.approx(0.02 * 2 / 3)
-    assert began["rates"]["first.bias"] == pytest.approx(1e-3 * 2 / 3)

@@ -29,6 +29,7 @@ DEVICE = os.environ.get("DS_MUON_TEST_DEVICE", "cpu")
 if DEVICE == "cpu":
     # DeepSpeed's own Muon is compiled, on a CPU for minutes and to no use. Ranks inherit it.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+PRELOADED: tuple[str, ...] = ("deepspeed", "ds_muon", "ds_muon.verify", "torch._dynamo")
 # After one rank has failed, how long the others may take before they are taken for stuck in a collective.
 _GRACE_SECONDS = 15.0
 
@@ -45,8 +46,8 @@ class _Workers:
     def __init__(self, world_size: int) -> None:
         context = mp.get_context(_start_method)
         if _start_method == "forkserver":
-            # The server imports DeepSpeed once; every worker is forked from it.
-            context.set_forkserver_preload(["deepspeed", "ds_muon", "ds_muon.verify", "torch._dynamo"])
+            # The server imports these once; every worker is forked from it.
+            context.set_forkserver_preload([*PRELOADED])
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
