@@ -39,7 +39,7 @@ class Canary:
     def __init__(self, zero: Any) -> None:
         if zero.newton_schulz.backend == "torch" and zero.accelerator.type != "cpu":
             raise DSMuonRefusal(
-                'verify_bits = true with ns_backend "torch" on an accelerator, where products may round by their batch; '
+                'verify_bits = true with ns_backend "torch" on an accelerator, where products round by their batch; '
                 'set "ns_backend": "triton", or verify_bits to false'
             )
         self._zero = zero
