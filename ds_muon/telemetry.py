@@ -91,6 +91,15 @@ class _ObservedStep:
         self._findings: Findings | None = None
         self._looks: dict[str, Callable[[], float]] = {}
         self._updates: list[Tensor] = []
+        self._error: Exception | None = None
+
+    @contextmanager
+    def _looking(self) -> Iterator[None]:
+        """What fails here is kept for later: the step goes on."""
+        try:
+            yield
+        except Exception as error:
+            self._error = error
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -116,8 +125,9 @@ class _ObservedStep:
 
     def _stage(self, original: Callable[..., None], gradients: Any, verdict: Any) -> None:
         original(gradients, verdict)
-        # Before ``commit``, which overwrites them.
-        self._updates = [sum_of_squares(gradient) for gradient in gradients[: len(self._zero.muon_groups)]]
+        with self._looking():
+            # Before ``commit``, which overwrites them.
+            self._updates = [sum_of_squares(gradient) for gradient in gradients[: len(self._zero.muon_groups)]]
 
     def _decide(self, original: Callable[..., Findings], *args: Any) -> Findings:
         self._findings = original(*args)
@@ -126,9 +136,10 @@ class _ObservedStep:
     def _orthogonalize(self, original: Callable[..., Tensor], batch: Any) -> Tensor:
         with self._clock.timing("newton_schulz"):
             outputs = original(batch)
-        for (matrix, u), o in zip(batch, outputs, strict=True):
-            if matrix.name in self._sampled:
-                self._look(matrix.name, u, o)
+        with self._looking():
+            for (matrix, u), o in zip(batch, outputs, strict=True):
+                if matrix.name in self._sampled:
+                    self._look(matrix.name, u, o)
         return outputs
 
     def _look(self, name: str, u: Tensor, o: Tensor) -> None:
@@ -204,6 +215,8 @@ class _ObservedStep:
 
     def _found(self) -> dict[str, float]:
         """This rank's part of the totals. Blocks the host."""
+        if self._error is not None:
+            raise self._error
         zero = self._zero
         found: dict[str, float] = defaultdict(float)
         for i, (group, flat) in enumerate(

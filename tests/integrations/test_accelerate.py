@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.unit.ranks.test_any_size import by_name
-from tests.unit.ranks.test_checkpoint import assert_same
+from tests.unit.support.checkpoints import assert_same, by_name
 from tests.unit.support.frameworks import BATCH, Tiny, accelerate_anew, goes_on, tiny
 from tests.unit.support.models import PrescribedGradients, ds_config
 from tests.unit.support.ranks import DEVICE, run_ranks

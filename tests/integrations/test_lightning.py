@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from ds_muon.zero import MuonZeroOptimizer
-from tests.unit.ranks.test_any_size import by_name
-from tests.unit.ranks.test_checkpoint import assert_same
+from tests.unit.support.checkpoints import assert_same, by_name
 from tests.unit.support.frameworks import BATCH, goes_on, tiny
 from tests.unit.support.models import ds_config
 from tests.unit.support.ranks import DEVICE, run_ranks

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.unit.ranks.test_any_size import by_name
-from tests.unit.ranks.test_checkpoint import assert_same
+from tests.unit.support.checkpoints import assert_same, by_name
 from tests.unit.support.frameworks import tiny
 from tests.unit.support.models import ds_config, full_weights, start
 from tests.unit.support.ranks import run_ranks

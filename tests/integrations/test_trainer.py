@@ -13,8 +13,7 @@ from torch import nn
 
 from ds_muon import DSMuon, cli
 from ds_muon.zero import MuonZeroOptimizer
-from tests.unit.ranks.test_any_size import by_name
-from tests.unit.ranks.test_checkpoint import assert_same
+from tests.unit.support.checkpoints import assert_same, by_name
 from tests.unit.support.frameworks import BATCH, accelerate_anew, counting, goes_on, tiny, tiny_llama
 from tests.unit.support.models import ds_config
 from tests.unit.support.ranks import DEVICE, run_ranks

@@ -7,6 +7,7 @@ import json
 import re
 import runpy
 import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 from ds_muon import DSMuonConfig, cli
 from ds_muon.verify.inject import FAULTS
+from ds_muon.version import VERSION
 
 ROOT = Path(__file__).parents[3]
 README = ROOT / "README.md"
@@ -89,6 +91,21 @@ def test_what_the_readme_links_to_is_in_the_source_distribution() -> None:
     included = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["sdist"]
     links = re.findall(r"\]\(([^#:)]+)\)", PROSE[README])
     assert links and {link.partition("/")[0] for link in links} <= set(included["include"])
+
+
+def test_the_version_stands_in_one_place_and_has_its_changes() -> None:
+    tomllib = pytest.importorskip("tomllib")
+    package = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" in package["project"]["dynamic"]
+    file, pattern = ROOT / package["tool"]["hatch"]["version"]["path"], package["tool"]["hatch"]["version"]["pattern"]
+    found = re.search(pattern, file.read_text())
+    assert found and found["version"] == VERSION
+    assert re.search(rf"^## .*{re.escape(VERSION)}", TEXTS[ROOT / "CHANGELOG.md"], flags=re.MULTILINE)
+    assert VERSION not in (ROOT / "CITATION.cff").read_text().replace("cff-version: 1.2.0", "")
+    # What the workflow of releases reads the version by.
+    (command,) = re.findall(r"sed -n '([^']+)'", (ROOT / ".github" / "workflows" / "release.yml").read_text())
+    read = subprocess.run(["sed", "-n", command, str(file)], capture_output=True, text=True, check=True)
+    assert read.stdout.strip() == VERSION
 
 
 def test_the_readme_can_be_read_in_one_sitting() -> None:

@@ -18,7 +18,7 @@ from ds_muon.verify.inject import FAULTS
 from ds_muon.verify.record import Comparison, VerifyResult
 from ds_muon.verify.report import picture, rows
 from ds_muon.verify.report.rows import rows_of, selected_rows
-from tests.unit.support.results import sample
+from tests.unit.support.records import sample
 
 pytest.importorskip("matplotlib")
 

@@ -118,7 +118,7 @@ def test_the_page_is_whole_and_escaped_in_both_modes(folder: Path, capsys: pytes
 
 def test_what_verify_wrote_becomes_the_map_of_the_partitions(folder: Path) -> None:
     from ds_muon.verify.outcome import save
-    from tests.unit.support.results import sample
+    from tests.unit.support.records import sample
 
     check, out = folder / "verify.json", folder / "page.html"
     save([sample((500, 900), names=["cut\n.weight"], adamw=(100,))], check, as_list=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -101,3 +102,11 @@ def test_only_what_is_bound_to_deepspeed_imports_it(module: str) -> None:
 
 def test_only_the_packages_face_knows_the_registration() -> None:
     assert [module for module in MODULES if "ds_muon.registration" in imports(module)] == ["ds_muon"]
+
+
+def test_no_test_imports_another() -> None:
+    """What they share lies in tests/unit/support."""
+    tests = Path(__file__).parents[2]
+    another = re.compile(r"(from|import) tests\.[\w.]*\.test_")
+    found = [str(path) for path in tests.rglob("*.py") if another.search(path.read_text())]
+    assert not found

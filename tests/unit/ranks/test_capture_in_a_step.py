@@ -10,52 +10,16 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
-from ds_muon.orthogonalize import NewtonSchulz
 from ds_muon.replay import read_capture
 from ds_muon.skipped import NonFiniteUpdate
-from tests.unit.support.captures import SHAPES, capture_one, environment
+from tests.unit.support.captures import SHAPES, capture_one, captured_step, environment
 from tests.unit.support.faulty import faulty_backend, sick
 from tests.unit.support.models import PrescribedGradients, ds_config, start, train_step
 from tests.unit.support.ranks import run_ranks
 from tests.unit.support.steps import exact_gradients
 
 # ---- in a step ------------------------------------------------------------------------------------------------------
-
-
-def captured_step(config: dict[str, Any], env: dict[str, str], overwrite: bool = False) -> dict[str, Any]:
-    """One step in which the (30, 20) matrix comes out with a NaN."""
-    from ds_muon import muon_group
-
-    engine = start(PrescribedGradients(SHAPES), config)
-    gradients = exact_gradients(SHAPES, 0, engine.device)
-    original = muon_group.orthogonalize_batch
-
-    def overwriting(inputs: list[Tensor], settings: NewtonSchulz) -> Tensor:
-        outputs = original(inputs, settings)
-        for matrix in inputs:
-            matrix.fill_(torch.nan)
-        return outputs
-
-    batch = overwriting if overwrite else original
-    raised = None
-    with (
-        faulty_backend(engine),
-        sick((30, 20)),
-        mock.patch.dict(os.environ, env),
-        mock.patch.object(muon_group, "orthogonalize_batch", batch),
-    ):
-        try:
-            train_step(engine, gradients)
-        except NonFiniteUpdate as error:
-            raised = str(error)
-    # Nesterov's blend, from zero momentum: (1 - m) G + m (1 - m) G.
-    torch.distributed.all_reduce(gradients[0])
-    blend = gradients[0] / torch.distributed.get_world_size() * (0.05 + 0.95 * 0.05)
-    owner = next(m.owner for m in engine.optimizer.plan.units if m.name == "p0")
-    torch.distributed.barrier()
-    return {"raised": raised, "skipped": engine.skipped_steps, "blend": blend.cpu(), "owner": owner}
 
 
 @pytest.mark.ranks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from types import MappingProxyType
@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ds_muon import shards
 from tests.unit.support.cases import in_turns
+from tests.unit.support.checkpoints import Layers, assert_same, everything
 from tests.unit.support.models import Block, PrescribedGradients, ds_config, full_weights, start, train_step
 from tests.unit.support.ranks import RankFailure, run_ranks, stop_all
 from tests.unit.support.steps import exact_gradients, state_of
@@ -44,21 +45,6 @@ def train_block(config: dict[str, Any], first: int, last: int, load: str | None,
     }
     engine.destroy()
     return result
-
-
-def assert_same(left: Any, right: Any) -> None:
-    if isinstance(left, Tensor):
-        assert torch.equal(left, right)
-    elif isinstance(left, dict):
-        assert left.keys() == right.keys()
-        for key in left:
-            assert_same(left[key], right[key])
-    elif isinstance(left, list):
-        assert len(left) == len(right)
-        for a, b in zip(left, right, strict=True):
-            assert_same(a, b)
-    else:
-        assert left == right
 
 
 @in_turns(
@@ -117,39 +103,6 @@ def test_loading_over_a_run_under_way_keeps_deepspeeds_links(tmp_path: Path) -> 
         assert_same(list(found["saved"]), list(found["restored"]))
         assert found["linked"] == pytest.approx(found["own"], rel=1e-6)
         assert found["moved"]
-
-
-class Layers(nn.Module):
-    """Three linear layers, of which some parameters are frozen."""
-
-    def __init__(self, frozen: Sequence[str] = (), *, last: bool = True) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 24)
-        if last:
-            self.c = nn.Linear(24, 8)
-        for name, p in self.named_parameters():
-            p.requires_grad_(name not in frozen)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.children():
-            x = torch.relu(layer(x))
-        return x.square().mean()
-
-
-def everything(engine: Any) -> dict[str, Any]:
-    """What a checkpoint would change."""
-    return {
-        "model": {name: p.detach().clone() for name, p in engine.module.named_parameters()},
-        "weights": full_weights(engine),
-        "state": deepcopy(state_of(engine)),
-        "counters": [
-            engine.global_steps,
-            engine.skipped_steps,
-            engine.global_samples,
-            engine.lr_scheduler.state_dict(),
-        ],
-        "rates": [group["lr"] for group in engine.optimizer.param_groups],
-    }
 
 
 def save_layers(config: dict[str, Any], folder: str, model: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:

@@ -22,17 +22,15 @@ from ds_muon import muon_group
 from ds_muon.offload import Journey
 from ds_muon.orthogonalize import NewtonSchulz
 from ds_muon.replay import read_capture
-from tests.unit.ranks.test_any_size import by_name, run
-from tests.unit.ranks.test_any_size import settings as any_settings
-from tests.unit.ranks.test_around_engine import BUT_THE_MODEL, offload_and_reload
-from tests.unit.ranks.test_capture_in_a_step import captured_step
-from tests.unit.ranks.test_without_gradient import Sometimes
+from tests.unit.support.around_engine import BUT_THE_MODEL, offload_and_reload
 from tests.unit.support.bad_steps import STRADDLING, WHOLE, bad_second_step
 from tests.unit.support.batches import cut_into
-from tests.unit.support.captures import environment
+from tests.unit.support.captures import captured_step, environment
 from tests.unit.support.cases import in_turns, pairwise
 from tests.unit.support.checked import assert_right, check_block
-from tests.unit.support.models import PrescribedGradients, ds_config, full_weights, start, train_step
+from tests.unit.support.checkpoints import by_name, run
+from tests.unit.support.checkpoints import settings as any_settings
+from tests.unit.support.models import PrescribedGradients, Sometimes, ds_config, full_weights, start, train_step
 from tests.unit.support.ranks import run_ranks
 from tests.unit.support.steps import SHAPES as PLAIN
 from tests.unit.support.steps import exact_gradients

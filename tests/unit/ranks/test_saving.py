@@ -22,9 +22,8 @@ import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from ds_muon.cli import main
-from tests.unit.ranks.test_any_size import by_name
-from tests.unit.ranks.test_checkpoint import Layers, assert_same
 from tests.unit.support.cases import full
+from tests.unit.support.checkpoints import Layers, assert_same, by_name
 from tests.unit.support.models import ds_config, start, train_step
 from tests.unit.support.ranks import RankFailure, run_ranks
 

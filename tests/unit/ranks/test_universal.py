@@ -19,7 +19,8 @@ from torch.optim import lr_scheduler
 
 from ds_muon.cli import main
 from ds_muon.shards import layout
-from tests.unit.ranks.test_any_size import (
+from tests.unit.support.cases import pairwise
+from tests.unit.support.checkpoints import (
     CONFIG,
     IN_TURNS,
     KINDS,
@@ -29,15 +30,15 @@ from tests.unit.ranks.test_any_size import (
     STEPS,
     Kinds,
     Layers,
+    assert_same,
     by_name,
+    everything,
     forget,
     load_by_other_blocks,
     run,
     save_layers,
     settings,
 )
-from tests.unit.ranks.test_checkpoint import assert_same, everything
-from tests.unit.support.cases import pairwise
 from tests.unit.support.models import (
     PrescribedGradients,
     assembled,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from ds_muon import muon_update
 from ds_muon.verify import UpdateCheck
 from tests.unit.support.models import (
-    PrescribedGradients,
+    Sometimes,
     ds_config,
     full_momentum,
     full_weights,
@@ -29,14 +28,6 @@ from tests.unit.support.steps import assert_equal, exact_gradients
 # Four of a size in a row, of which two straddle at two ranks and at three.
 SHAPES = [(8, 8), (30, 20), (30, 20), (16, 36), (30, 20), (7, 9), (2, 3), (6,)]
 STEPS = 6
-
-
-class Sometimes(PrescribedGradients):
-    """Parameters whose gradient is None are left out of the loss."""
-
-    def forward(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        used = [(p * g).sum() for p, g in zip(self.parameters(), gradients, strict=True) if g is not None]
-        return torch.stack(used).sum()
 
 
 def idle(step: int) -> dict[int, str]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +13,10 @@ from torch import Tensor
 
 from ds_muon.capture import NanCapture
 from ds_muon.orthogonalize import NewtonSchulz
+from ds_muon.skipped import NonFiniteUpdate
+from tests.unit.support.faulty import faulty_backend, sick
+from tests.unit.support.models import PrescribedGradients, start, train_step
+from tests.unit.support.steps import exact_gradients
 
 SHAPES = [(30, 20), (8, 8), (5,)]
 
@@ -40,3 +47,37 @@ def capture_one(monkeypatch: pytest.MonkeyPatch, folder: Path, **more: str) -> N
     kept = capture.keep(list(matrices()))
     capture.save_nonfinite(["layer.weight"], kept, with_nan(matrices()), SETTINGS)
     return capture
+
+
+def captured_step(config: dict[str, Any], env: dict[str, str], overwrite: bool = False) -> dict[str, Any]:
+    """One step in which the (30, 20) matrix comes out with a NaN."""
+    from ds_muon import muon_group
+
+    engine = start(PrescribedGradients(SHAPES), config)
+    gradients = exact_gradients(SHAPES, 0, engine.device)
+    original = muon_group.orthogonalize_batch
+
+    def overwriting(inputs: list[Tensor], settings: NewtonSchulz) -> Tensor:
+        outputs = original(inputs, settings)
+        for matrix in inputs:
+            matrix.fill_(torch.nan)
+        return outputs
+
+    batch = overwriting if overwrite else original
+    raised = None
+    with (
+        faulty_backend(engine),
+        sick((30, 20)),
+        mock.patch.dict(os.environ, env),
+        mock.patch.object(muon_group, "orthogonalize_batch", batch),
+    ):
+        try:
+            train_step(engine, gradients)
+        except NonFiniteUpdate as error:
+            raised = str(error)
+    # Nesterov's blend, from zero momentum: (1 - m) G + m (1 - m) G.
+    torch.distributed.all_reduce(gradients[0])
+    blend = gradients[0] / torch.distributed.get_world_size() * (0.05 + 0.95 * 0.05)
+    owner = next(m.owner for m in engine.optimizer.plan.units if m.name == "p0")
+    torch.distributed.barrier()
+    return {"raised": raised, "skipped": engine.skipped_steps, "blend": blend.cpu(), "owner": owner}

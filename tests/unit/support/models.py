@@ -152,3 +152,11 @@ def sequence_parallel(size: int) -> Iterator[Any]:
         yield parallel_state_sp
     finally:
         groups.mpu = None
+
+
+class Sometimes(PrescribedGradients):
+    """Parameters whose gradient is None are left out of the loss."""
+
+    def forward(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        used = [(p * g).sum() for p, g in zip(self.parameters(), gradients, strict=True) if g is not None]
+        return torch.stack(used).sum()
