@@ -80,6 +80,11 @@ class Piece:
     def numel(self) -> int:
         return self.rows * self.cols
 
+    @cached_property
+    def scattered(self) -> bool:
+        """Whether a matrix of it lies in several places of the flat piece."""
+        return any(self.axis == 1 or strip.count > 1 for strip in self.strips)
+
     def shapes(self) -> list[tuple[int, int]]:
         """The (rows, cols) of each matrix, as stored."""
         if not self.strips:

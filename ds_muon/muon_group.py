@@ -145,7 +145,7 @@ class MuonGroup:
         partition: Tensor,
         variance: Tensor | None,
         moves: Tensor,
-        advance: Callable[[int, int], None] | None = None,
+        advance: Callable[..., None] | None = None,
     ) -> Iterator[None]:
         """Overwrite U with the update ``s O`` in this rank's partition; padding stays zero. A collective.
 
@@ -156,8 +156,7 @@ class MuonGroup:
             partition: (partition_size,) fp32; not to be touched until this has ended.
             variance: (rows, 1) fp32, NorMuon's current state; not modified. None for plain Muon.
             moves: (matrices,) bool, whether each of the plan's matrices moves. If not, its U is zero.
-            advance: turns the gradient in ``partition`` into U, for so many elements from an offset on; needed on the
-                host, where ``on_host`` then has the updates.
+            advance: as ``HostPart`` takes it; needed on the host, where ``on_host`` then has the updates.
         """
         if advance is not None and self._ferry is not None:
             self.on_host = HostPart(partition, advance, self._ferry.device)
@@ -271,10 +270,13 @@ class MuonGroup:
     ) -> Iterator[None]:
         """The same where U lies on the host, but for matrices that have travelled. In three turns."""
         assert self.on_host is not None, "updates were given no way to advance the momentum"
-        self.on_host.advance([unit for _, unit in batch[:count]])
         copies = _Copies()
+        # A matrix whose rows or columns lie apart goes up as a copy, and comes back to it.
+        in_place = not any(matrix.piece.scattered for matrix, _ in batch[:count])
+        if not in_place:
+            self.on_host.advance([unit for _, unit in batch[:count]])
         units = [copies.of(m, unit) if m.piece.strips else unit for m, unit in batch]
-        rising = ferry.up(units[:count])
+        rising = ferry.up_from(self.on_host.write, units[:count]) if in_place else ferry.up(units[:count])
         yield  # U is on its way up
 
         lifted = [*rising.on_accelerator(), *units[count:]]
@@ -283,8 +285,6 @@ class MuonGroup:
         factors = self._factors(inputs, outputs, variance)
         scale = self._scale(batch[0][0])
         here = outputs[:count] if factors is None else outputs[:count] * factors[:count]
-        # A matrix whose rows or columns lie apart has been copied, and comes back to the copy.
-        in_place = all(map(self.on_host.holds, units[:count]))
         falling = ferry.down([here], self.on_host.land(here, units[:count], scale) if in_place else None)
         results.update(_results(inputs[count:], outputs[count:], None if factors is None else factors[count:]))
         del rising, lifted, inputs, outputs, here  # memory of the accelerator

@@ -12,8 +12,8 @@ weights move: see ``HostPart``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import repeat
+from contextlib import contextmanager, nullcontext
+from itertools import count, repeat
 from typing import NamedTuple
 
 import torch
@@ -24,6 +24,13 @@ from ds_muon.passes import sum_of_squares
 STAGING_BYTES = 256 << 20
 """Most bytes of U on the accelerator at a time, of matrices that this rank holds and owns; a larger one is alone. The
 matrices that are cut between ranks come on top: at most two a rank, for each param group."""
+
+
+# Most elements that the host writes before they go up: it then finds them in its caches, and copies follow closely.
+_AT_A_TIME = 1 << 22
+
+SLOTS = 3
+"""How many times these are on their way up, or are being written."""
 
 
 class Journey:
@@ -66,6 +73,10 @@ class Ferry:
         self.device = device
         self._pinned = pinned and device.type == "cuda"
         self._streams: dict[str, torch.cuda.Stream] = {}
+        # Filled in turn. Which is being filled, up to where, and when the others will have gone up.
+        self._slots: list[Tensor] = []
+        self._current = self._filled = 0
+        self._left: dict[int, torch.cuda.Event] = {}
 
     def up(self, matrices: Sequence[Tensor]) -> Journey:
         """Start to copy matrices to the accelerator.
@@ -78,6 +89,37 @@ class Ferry:
         with self._beside("up", after=None) as stream:
             copies = [matrix.to(self.device, non_blocking=True) for matrix in matrices]
             return Journey(copies, stream.record_event())
+
+    def up_from(self, write: Callable[[Tensor, int, Tensor], None], matrices: Sequence[Tensor]) -> Journey:
+        """Start to bring up what is written for matrices, through slots that stay in the caches of the host.
+
+        Args:
+            write: writes what is to go up in place of a matrix, from an element of it on, to a flat tensor.
+            matrices: in fp32 on the host.
+        """
+        on_gpu = self.device.type == "cuda"
+        with self._beside("up", after=None) if on_gpu else nullcontext() as stream:
+            goals = [torch.empty(matrix.shape, dtype=torch.float32, device=self.device) for matrix in matrices]
+            for matrix, goal in zip(matrices, goals, strict=True):
+                for start, part in zip(count(0, _AT_A_TIME), torch.split(goal.view(-1), _AT_A_TIME), strict=False):
+                    slot = self._slot(part.numel(), stream)
+                    write(matrix, start, slot)
+                    part.copy_(slot, non_blocking=True)
+            return Journey(goals, stream.record_event() if stream is not None and goals else None)
+
+    def _slot(self, numel: int, stream: torch.cuda.Stream | None) -> Tensor:
+        """Pinned memory that is not on its way any more: (numel,) fp32."""
+        if not self._slots:
+            shape = (SLOTS, _AT_A_TIME)
+            self._slots = list(torch.empty(shape, dtype=torch.float32, device="cpu", pin_memory=self._pinned).unbind())
+        if self._filled + numel > _AT_A_TIME:
+            if stream is not None:
+                self._left[self._current] = stream.record_event()
+            self._current, self._filled = (self._current + 1) % SLOTS, 0
+            if (left := self._left.pop(self._current, None)) is not None:
+                left.synchronize()
+        start, self._filled = self._filled, self._filled + numel
+        return self._slots[self._current][start : self._filled]
 
     def down(self, results: Sequence[Tensor], places: Sequence[Tensor] | None = None) -> Journey:
         """Start to copy results to the host, contiguous, as what is queued now will have left them.
@@ -115,10 +157,6 @@ class Ferry:
             yield stream
 
 
-# Most elements of a stretch: what is done to it then finds it in the caches, and copies follow closely.
-_AT_A_TIME = 1 << 22
-
-
 class Stretch(NamedTuple):
     """A part of a partition.
 
@@ -126,11 +164,13 @@ class Stretch(NamedTuple):
         offset: its first element in the partition.
         update: flat: the update, or O in the dtype of the iteration.
         scale: what the update has to be multiplied by.
+        rounded: flat: where the new weights go, as the model holds them; None for nowhere.
     """
 
     offset: int
     update: Tensor
     scale: float = 1.0
+    rounded: Tensor | None = None
 
 
 class HostPart:
@@ -138,11 +178,12 @@ class HostPart:
 
     Args:
         partition: (partition_size,) fp32.
-        advance: advances the momentum of so many elements from an offset on, and turns their gradient into U.
+        advance: advances the momentum of so many elements from an offset on, and turns their gradient into U, or writes
+            U to a third argument.
         device: the accelerator.
     """
 
-    def __init__(self, partition: Tensor, advance: Callable[[int, int], None], device: torch.device) -> None:
+    def __init__(self, partition: Tensor, advance: Callable[..., None], device: torch.device) -> None:
         self._partition = partition
         self._device = device
         self._advance = advance
@@ -161,10 +202,9 @@ class HostPart:
                 self._advanced.add(offset)
                 self._advance(offset, part.numel())
 
-    def holds(self, matrix: Tensor) -> bool:
-        """Whether it is a contiguous view of the partition."""
-        same = matrix.untyped_storage().data_ptr() == self._partition.untyped_storage().data_ptr()
-        return same and matrix.is_contiguous()
+    def write(self, matrix: Tensor, start: int, into: Tensor) -> None:
+        """Write U of a matrix, contiguous in the partition, from its element ``start`` on."""
+        self._advance(self._offset(matrix) + start, into.numel(), into)
 
     def land(self, outputs: Tensor, units: Sequence[Tensor], scale: float) -> list[Tensor]:
         """Give out the places of U for O.
@@ -187,7 +227,9 @@ class HostPart:
 
     def stretches(self) -> Iterator[Stretch]:
         """The whole partition, in order."""
-        for offset, update, scale in sorted([*self._landed.values(), *self._between()], key=lambda part: part.offset):
+        for offset, update, scale, _ in sorted(
+            [*self._landed.values(), *self._between()], key=lambda part: part.offset
+        ):
             starts = range(offset, offset + update.numel(), _AT_A_TIME)
             yield from map(Stretch, starts, torch.split(update, _AT_A_TIME), repeat(scale))
 
@@ -204,14 +246,14 @@ class HostPart:
     def of(self, offset: int, numel: int) -> Tensor:
         """The updates of so many elements, but for finite factors: (numel,) fp32, a copy."""
         values = self._partition.narrow(0, offset, numel).clone()
-        for start, update, _ in self._landed.values():
-            if offset <= start < offset + numel:
-                values[start - offset :][: update.numel()] = update
+        for part in self._landed.values():
+            if offset <= part.offset < offset + numel:
+                values[part.offset - offset :][: part.update.numel()] = part.update
         return values
 
     def sizes(self) -> Tensor:
         """Some fp64 numbers on the accelerator that are finite exactly if all updates are."""
-        host = [sum_of_squares(update) for _, update, _ in self._between()]
+        host = [sum_of_squares(part.update) for part in self._between()]
         return torch.stack(
             [size.double().to(self._device) for size in (torch.zeros((), device="cpu"), *self._largest, *host)]
         )

@@ -149,7 +149,13 @@ class DSMuon(Optimizer):
         return None
 
     def advance_momentum_(
-        self, group_index: int, gradient: Tensor, where: Where | None, offset: int = 0, numel: int | None = None
+        self,
+        group_index: int,
+        gradient: Tensor,
+        where: Where | None,
+        offset: int = 0,
+        numel: int | None = None,
+        into: Tensor | None = None,
     ) -> None:
         """Advance the momentum of a Muon group by one averaged, unscaled gradient.
 
@@ -158,6 +164,7 @@ class DSMuon(Optimizer):
             gradient: (partition_size,) fp32; overwritten with U.
             where: which of the partition's matrices move: their momentum now, their weight in ``step``. None for all.
             offset, numel: the elements to work on; by default all.
+            into: on the host, where U of these goes in place of the gradient: (numel,) fp32.
         """
         self._where[group_index] = where
         group = self.param_groups[group_index]
@@ -166,7 +173,8 @@ class DSMuon(Optimizer):
             for flat in (gradient, self.momentum_buffer(group_index))
         )
         here = where if where is None else where.starting(offset)
-        advance_momentum_(g, m, momentum=group["momentum"], nesterov=group["nesterov"], where=here)
+        more = {} if into is None else {"into": into}
+        advance_momentum_(g, m, momentum=group["momentum"], nesterov=group["nesterov"], where=here, **more)
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -199,10 +207,14 @@ class DSMuon(Optimizer):
                 for p in group["params"]:
                     if p.grad is None:
                         continue
-                    for offset, update, scale in [Stretch(0, p.grad)] if staged is None else staged[i]:
+                    if staged is None:
+                        apply_update_(p, p.grad, lr=lr, weight_decay=weight_decay, where=where)
+                        continue
+                    for offset, update, scale, rounded in staged[i]:
                         w = p.narrow(0, offset, update.numel())
                         here = None if where is None else where.starting(offset)
-                        apply_update_(w, update, lr=lr, weight_decay=weight_decay, where=here, scale=scale)
+                        settings = {"lr": lr, "weight_decay": weight_decay, "where": here}
+                        apply_update_(w, update, **settings, scale=scale, rounded=rounded)
         if self.on_host is not None:
             for group in self.adamw_groups:
                 (p,) = group["params"]

@@ -285,7 +285,9 @@ class MuonZeroOptimizer(MuonZeroBase):
     def _updates(self, i: int, gradient: Tensor, moves: Tensor) -> Iterator[None]:
         group = self.muon_groups[i]
         where = group.where(gradient, moves.to(gradient.device))
-        advance = partial(self.optimizer.advance_momentum_, i, gradient, where)
+        # On the host the flags can be looked at, so that no element need be.
+        everything = self.cpu_offload and bool(where.flags.all())
+        advance = partial(self.optimizer.advance_momentum_, i, gradient, None if everything else where)
         if not self.cpu_offload:
             advance()
         yield from group.updates(gradient, self.optimizer.row_variance(i), moves, advance if self.cpu_offload else None)
@@ -319,9 +321,11 @@ class MuonZeroOptimizer(MuonZeroBase):
     def _sent_up(self, i: int) -> Iterator[Stretch]:
         """The updates of a Muon group on the host. Weights that have moved go up while the next are computed."""
         if (part := self.muon_groups[i].on_host) is not None:
+            rounded = self.rounded_on_host(i)
             for stretch in part.stretches():
-                yield stretch
-                self.send_up(i, stretch.offset + stretch.update.numel())
+                end = stretch.offset + stretch.update.numel()
+                yield stretch._replace(rounded=rounded[stretch.offset : end])
+                self.send_up(i, end, rounded=True)
 
     def _adamw_clip(self, findings: Findings) -> float:
         if self.clip_grad <= 0:

@@ -5,6 +5,7 @@ Without offload everything here is DeepSpeed's own.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Container
 from typing import Any
 
@@ -16,6 +17,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import Tensor
 
 from ds_muon.passes import compile_for_host
+from ds_muon.say import log
 
 # Elements of the weights that the host rounds at a time, so that they stay in its caches, and sends on their way.
 _AT_A_TIME = 1 << 22
@@ -39,6 +41,8 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         if self.cpu_offload:
             self.optimizer.on_host = compile_for_host()
+            if torch.get_num_threads() == 1 < len(os.sched_getaffinity(0)):
+                log("CPU offload has one thread of the host; set OMP_NUM_THREADS to the cores that a rank has")
             # As large as the largest parameter, and of no use here.
             self.temp_grad_buffer_for_gpu_offload = self.temp_grad_buffer_for_cpu_offload = None
 
@@ -121,6 +125,7 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
         if not self.cpu_offload:
             super().update_lp_params()
             return
+        self._wait_for_offload_copies()
         for i, weights in enumerate(self.single_partition_of_fp32_groups):
             self.send_up(i, weights.numel())
         self._sent.clear()
@@ -134,25 +139,30 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
         )
 
     @torch.no_grad()
-    def send_up(self, group_index: int, end: int) -> None:
-        """Round the weights of a group up to ``end``, as the model holds them, and send up what has not been sent.
+    def send_up(self, group_index: int, end: int, *, rounded: bool = False) -> None:
+        """Send the weights of a group up to ``end``, as the model holds them, but for those that have been sent.
 
         Few at a time wait for more, but for the last.
+
+        Args:
+            rounded: whether they have been written to ``rounded_on_host``.
         """
         start = self._sent.get(group_index, 0)
         weights = self.single_partition_of_fp32_groups[group_index]
         if end - start < min(_AT_A_TIME, weights.numel() - start):
             return
-        if not self._sent:
-            self._wait_for_offload_copies()  # of the last weights, from the same buffers
         self._sent[group_index] = end
         model = self.parallel_partitioned_bit16_groups[group_index][
             dist.get_rank(group=self.real_dp_process_group[group_index])
         ]
-        rounded = self.param_buffer_of_bit16_for_cpu_offload_groups[group_index]
-        parts = (torch.split(flat.detach()[start:end], _AT_A_TIME) for flat in (model, weights, rounded))
-        for goal, part, buffer in zip(*parts, strict=True):
-            goal.copy_(buffer.copy_(part), non_blocking=True)
+        flats = (model, weights, self.rounded_on_host(group_index))
+        for goal, part, buffer in zip(*(flat.detach()[start:end].split(_AT_A_TIME) for flat in flats), strict=True):
+            goal.copy_(buffer if rounded else buffer.copy_(part), non_blocking=True)
+
+    def rounded_on_host(self, group_index: int) -> Tensor:
+        """Where a group's weights are rounded, as the model holds them, before they go up: (partition_size,)."""
+        buffer: Tensor = self.param_buffer_of_bit16_for_cpu_offload_groups[group_index]
+        return buffer
 
     def offload_states(self, include: Container[OffloadStateTypeEnum] | None = None, *args: Any, **kwargs: Any) -> None:
         """DeepSpeed's own; with CPU offload, of the model's weights alone, because the rest is on the host anyway."""

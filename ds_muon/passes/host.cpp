@@ -33,23 +33,34 @@ inline float load(Half x) {
 }
 
 inline void store(float x, float& goal) { goal = x; }
+inline void store(float x, Half& goal) {
+    uint32_t sign = as_bits(x) & 0x80000000u, bits = as_bits(x) ^ sign;
+    // A sum with 0.5 rounds what is below the normal numbers of fp16.
+    uint32_t small = as_bits(as_float(bits) + 0.5f) - as_bits(0.5f);
+    uint32_t normal = (bits - (112u << 23) + 0xfff + (bits >> 13 & 1)) >> 13;
+    uint32_t special = bits > 0x7f800000u ? 0x7e00 : 0x7c00;
+    goal.bits = (bits < 0x38800000u ? small : bits < 0x47800000u ? normal : special) | sign >> 16;
+}
 inline void store(float x, BFloat16& goal) {
     uint32_t bits = as_bits(x);
     goal.bits = x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
-#define ADVANCE(name, T)                                                                                            \
-    VECTORIZED void name(float* __restrict g, T* __restrict m, int64_t count, float momentum, float rest, bool near, \
-                         bool nesterov) {                                                                            \
+// U goes to `u`, which may be `g` under the same name: two names for one memory would not be vectorized.
+#define ADVANCE(T, name, g_type, u, ...)                                                                             \
+    VECTORIZED void name(g_type __restrict g, T* __restrict m, int64_t count, float momentum, float rest, bool near, \
+                         bool nesterov __VA_OPT__(,) __VA_ARGS__) {                                                  \
         for (int64_t i = 0; i < count; ++i) {                                                                        \
             float before = load(m[i]), step = g[i] - before;                                                         \
             float average = near ? g[i] - step * momentum : step * rest + before;                                    \
             store(average, m[i]);                                                                                    \
-            g[i] = nesterov ? g[i] * rest + average * momentum : average;                                            \
+            u[i] = nesterov ? g[i] * rest + average * momentum : average;                                            \
         }                                                                                                            \
     }
-ADVANCE(advance, float)
-ADVANCE(advance, BFloat16)
+ADVANCE(float, advance, float*, g)
+ADVANCE(BFloat16, advance, float*, g)
+ADVANCE(float, advance_into, const float*, u, float* __restrict u)
+ADVANCE(BFloat16, advance_into, const float*, u, float* __restrict u)
 
 #define APPLY(name, T)                                                                                             \
     VECTORIZED void name(float* __restrict w, const T* __restrict o, int64_t count, float scale, float lr,          \
@@ -59,6 +70,14 @@ ADVANCE(advance, BFloat16)
 APPLY(apply, float)
 APPLY(apply, Half)
 APPLY(apply, BFloat16)
+
+#define ROUND(T)                                                                              \
+    VECTORIZED void round_to(const float* __restrict w, T* __restrict rounded, int64_t count) {  \
+        for (int64_t i = 0; i < count; ++i) store(w[i], rounded[i]);                          \
+    }
+ROUND(float)
+ROUND(Half)
+ROUND(BFloat16)
 
 struct AdamW { float keep, rest1, beta2, rest2, root, eps, rate; };
 
@@ -74,11 +93,12 @@ VECTORIZED void adamw(float* __restrict w, const float* __restrict g, float* __r
 }
 
 VECTORIZED double squares(const float* x, int64_t count) {
-    // Eight sums, so that the order of additions is the same with vectors of any length.
-    double sums[8] = {}, total = 0;
+    // So many sums, each in its own order whatever the length of vectors, hide the time of an addition.
+    constexpr int LANES = 32;
+    double sums[LANES] = {}, total = 0;
     int64_t i = 0;
-    for (; i + 8 <= count; i += 8)
-        for (int lane = 0; lane < 8; ++lane) sums[lane] += double(x[i + lane]) * x[i + lane];
+    for (; i + LANES <= count; i += LANES)
+        for (int lane = 0; lane < LANES; ++lane) sums[lane] += double(x[i + lane]) * x[i + lane];
     for (; i < count; ++i) total += double(x[i]) * x[i];
     for (double sum : sums) total += sum;
     return total;
@@ -89,28 +109,37 @@ template <class F> void in_blocks(int64_t count, F each) {
     for (int64_t start = 0; start < count; start += BLOCK) each(start, count - start < BLOCK ? count - start : BLOCK);
 }
 
-template <class T> void advance_all(float* g, T* m, int64_t count, float momentum, float rest, bool near, bool nesterov) {
-    in_blocks(count, [=](int64_t i, int64_t n) { advance(g + i, m + i, n, momentum, rest, near, nesterov); });
+template <class T> void advance_all(float* g, T* m, float* u, int64_t count, float momentum, float rest, bool near,
+                                    bool nesterov) {
+    in_blocks(count, [=](int64_t i, int64_t n) {
+        if (u == g) advance(g + i, m + i, n, momentum, rest, near, nesterov);
+        else advance_into(g + i, m + i, n, momentum, rest, near, nesterov, u + i);
+    });
 }
 
-template <class T> void apply_all(float* w, const T* o, int64_t count, float scale, float lr, float keep) {
-    in_blocks(count, [=](int64_t i, int64_t n) { apply(w + i, o + i, n, scale, lr, keep); });
+// dtype: 0 for fp32, 1 for fp16, 2 for bf16; of `rounded` also -1 for nothing.
+template <class F> void with_type(int dtype, void* memory, F run) {
+    if (dtype == 0) run(static_cast<float*>(memory));
+    if (dtype == 1) run(static_cast<Half*>(memory));
+    if (dtype == 2) run(static_cast<BFloat16*>(memory));
 }
 
 }  // namespace
 
 extern "C" {
 
-void ds_muon_advance(float* g, void* m, int bf16, int64_t count, float momentum, float rest, int near, int nesterov) {
-    if (bf16) advance_all(g, static_cast<BFloat16*>(m), count, momentum, rest, near, nesterov);
-    else advance_all(g, static_cast<float*>(m), count, momentum, rest, near, nesterov);
+void ds_muon_advance(float* g, void* m, float* u, int bf16, int64_t count, float momentum, float rest, int near,
+                     int nesterov) {
+    if (bf16) advance_all(g, static_cast<BFloat16*>(m), u, count, momentum, rest, near, nesterov);
+    else advance_all(g, static_cast<float*>(m), u, count, momentum, rest, near, nesterov);
 }
 
-// dtype: 0 for fp32, 1 for fp16, 2 for bf16.
-void ds_muon_apply(float* w, const void* o, int dtype, int64_t count, float scale, float lr, float keep) {
-    if (dtype == 0) apply_all(w, static_cast<const float*>(o), count, scale, lr, keep);
-    if (dtype == 1) apply_all(w, static_cast<const Half*>(o), count, scale, lr, keep);
-    if (dtype == 2) apply_all(w, static_cast<const BFloat16*>(o), count, scale, lr, keep);
+void ds_muon_apply(float* w, void* o, int dtype, void* rounded, int rounded_dtype, int64_t count, float scale, float lr,
+                   float keep) {
+    in_blocks(count, [=](int64_t i, int64_t n) {
+        with_type(dtype, o, [=](auto* typed) { apply(w + i, typed + i, n, scale, lr, keep); });
+        with_type(rounded_dtype, rounded, [=](auto* typed) { round_to(w + i, typed + i, n); });
+    });
 }
 
 // keep: of the weights, after decay; rest1, rest2: 1 - beta1, 1 - beta2; root: of the second bias correction; rate: the

@@ -23,7 +23,7 @@ from ds_muon.passes.torch_passes import of_matrices, store_updates, sums_across
 __all__ = ["adamw_", "advance_momentum_", "apply_update_", "store_updates", "sum_of_squares"]
 
 # No fused multiply-adds. Vectors as long as the machine has them are chosen when the library is loaded.
-_FLAGS = ["-O3", "-std=c++17", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+_FLAGS = ["-O3", "-std=c++20", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 _int, _long, _float, _address = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
@@ -41,8 +41,8 @@ def _compiled() -> ctypes.CDLL:
     )
     library = ctypes.CDLL(str(path))
     for name, types in {
-        "advance": [_address, _address, _int, _long, _float, _float, _int, _int],
-        "apply": [_address, _address, _int, _long, _float, _float, _float],
+        "advance": [_address, _address, _address, _int, _long, _float, _float, _int, _int],
+        "apply": [_address, _address, _int, _address, _int, _long, _float, _float, _float],
         "adamw": [*[_address] * 4, _long, *[_float] * 7],
         "squares": [_address, _address, _long, _address],
         "sums": [_address, _address, _long, _address],
@@ -62,38 +62,54 @@ def advance_momentum_(
     momentum: float,
     nesterov: bool,
     where: Tensor | Where | None = None,
+    into: Tensor | None = None,
 ) -> None:
     """See ``torch_passes.advance_momentum_``."""
     g, m = _flat(gradient), _flat(momentum_buffer, torch.float32, torch.bfloat16)
-    runs = _runs(where, g, m)
+    u = g if into is None else _flat(into)
+    settings = {"momentum": momentum, "nesterov": nesterov}
+    runs = _runs(where, g, m, u)
     if runs is None:
-        torch_passes.advance_momentum_(gradient, momentum_buffer, momentum=momentum, nesterov=nesterov, where=where)
+        torch_passes.advance_momentum_(gradient, momentum_buffer, **settings, where=where, into=into)  # type: ignore[arg-type]
         return
     for start, end, moves in runs:
         if moves:
             _LIBRARY.ds_muon_advance(
-                g[start:].data_ptr(), m[start:].data_ptr(), int(m.dtype == torch.bfloat16), end - start,
+                *_from(start, g, m, u), int(m.dtype == torch.bfloat16), end - start,
                 momentum, 1 - momentum, int(momentum < 0.5), int(nesterov),
             )  # fmt: skip
         else:
-            g[start:end].zero_()
+            u[start:end].zero_()
 
 
 def apply_update_(
-    weight: Tensor, update: Tensor, *, lr: float, weight_decay: float, where: Where | None = None, scale: float = 1.0
+    weight: Tensor,
+    update: Tensor,
+    *,
+    lr: float,
+    weight_decay: float,
+    where: Where | None = None,
+    scale: float = 1.0,
+    rounded: Tensor | None = None,
 ) -> None:
     """See ``torch_passes.apply_update_``. The update stays as it is."""
     w, u = _flat(weight), _flat(update, *_DTYPES)
-    runs = _runs(where, w, u)
+    r = w if rounded is None else _flat(rounded, *_DTYPES)
+    runs = _runs(where, w, u, r)
     if runs is None:
-        torch_passes.apply_update_(weight, update, lr=lr, weight_decay=weight_decay, where=where, scale=scale)
+        torch_passes.apply_update_(
+            weight, update, lr=lr, weight_decay=weight_decay, where=where, scale=scale, rounded=rounded
+        )
         return
     for start, end, moves in runs:
         if moves:
+            of_w, of_u, of_r = _from(start, w, u, r)
             _LIBRARY.ds_muon_apply(
-                w[start:].data_ptr(), u[start:].data_ptr(), _DTYPES[u.dtype], end - start,
+                of_w, of_u, _DTYPES[u.dtype], of_r, -1 if rounded is None else _DTYPES[r.dtype], end - start,
                 scale, lr, 1 - lr * weight_decay,
             )  # fmt: skip
+        elif rounded is not None:
+            r[start:end].copy_(w[start:end])
 
 
 def adamw_(
@@ -164,6 +180,11 @@ def _flat(tensor: Tensor, *dtypes: torch.dtype) -> Tensor:
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.dtype not in (dtypes or (torch.float32,)):
         raise ValueError(f"the loops need contiguous tensors on the host, in fp32, not {tensor.dtype}")
     return tensor.detach().view(-1)
+
+
+def _from(start: int, *tensors: Tensor) -> list[int]:
+    """The addresses of an element."""
+    return [tensor.data_ptr() + start * tensor.element_size() for tensor in tensors]
 
 
 def _runs(where: Tensor | Where | None, *tensors: Tensor) -> list[tuple[int, int, bool]] | None:

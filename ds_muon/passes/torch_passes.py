@@ -28,6 +28,7 @@ def advance_momentum_(
     momentum: float,
     nesterov: bool,
     where: Tensor | Where | None = None,
+    into: Tensor | None = None,
 ) -> None:
     """Advance the momentum by one gradient and overwrite the gradient with U.
 
@@ -42,10 +43,11 @@ def advance_momentum_(
         nesterov: look ahead by one step.
         where: bool scalar on the same device, or one flag for each matrix of flat tensors; None stands for true. False
             leaves the momentum as it is and makes U exactly zero, whatever the gradient holds. The host does not wait.
+        into: on the host, where U goes in place of the gradient, which then stays: fp32, as many elements, contiguous.
     """
     size = chunk_on(gradient.device)
-    pieces = (torch.split(tensor.view(-1), size) for tensor in (gradient, momentum_buffer))
-    for index, (g, m) in enumerate(zip(*pieces, strict=True)):
+    tensors = (gradient, momentum_buffer, gradient if into is None else into)
+    for index, (g, m, u) in enumerate(zip(*(torch.split(tensor.view(-1), size) for tensor in tensors), strict=True)):
         before = m.to(torch.float32)
         step = g - before
         # From the nearer end, as torch.lerp does. Else a large M, of which little stays, would cost digits of G.
@@ -58,11 +60,11 @@ def advance_momentum_(
             m.copy_(before)
         if nesterov:
             # Equal to G + momentum (M - G), without its cancellation where M is small.
-            g.mul_(1 - momentum).add_(average.mul_(momentum))
+            torch.mul(g, 1 - momentum, out=u).add_(average.mul_(momentum))
         else:
-            g.copy_(average)
+            u.copy_(average)
         if moves is not None:
-            g.masked_fill_(moves.logical_not(), 0)
+            u.masked_fill_(moves.logical_not(), 0)
 
 
 def store_updates(
@@ -89,7 +91,14 @@ def store_updates(
 
 
 def apply_update_(
-    weight: Tensor, update: Tensor, *, lr: float, weight_decay: float, where: Where | None = None, scale: float = 1.0
+    weight: Tensor,
+    update: Tensor,
+    *,
+    lr: float,
+    weight_decay: float,
+    where: Where | None = None,
+    scale: float = 1.0,
+    rounded: Tensor | None = None,
 ) -> None:
     """``W <- W (1 - lr weight_decay) - lr scale update``. Each operation rounds once.
 
@@ -100,6 +109,7 @@ def apply_update_(
         weight_decay: decoupled. With 0, W is not multiplied at all.
         where: one flag for each matrix of flat tensors. Matrices with false do not decay; their update must be zero.
         scale: as ``store_updates`` takes it, on the host.
+        rounded: on the host, is overwritten with the new weights: any float dtype, as many elements, contiguous.
     """
     size = chunk_on(weight.device)
     pieces = (torch.split(tensor.view(-1), size) for tensor in (weight, update))
@@ -112,6 +122,8 @@ def apply_update_(
                 torch.where(decays, w * (1 - lr * weight_decay), w, out=w)
         u = u.to(torch.float32)
         w.sub_((u if scale == 1 else u.mul_(scale)).mul_(lr))
+    if rounded is not None:
+        rounded.copy_(weight)
 
 
 def sum_of_squares(x: Tensor, segments: Segments | None = None) -> Tensor:

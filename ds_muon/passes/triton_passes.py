@@ -32,7 +32,7 @@ def advance_momentum_(
     nesterov: bool,
     where: Tensor | Where | None = None,
 ) -> None:
-    """See ``torch_passes.advance_momentum_``."""
+    """See ``torch_passes.advance_momentum_``, without what it has for the host alone."""
     numel = _elements(gradient, momentum_buffer)
     if numel:
         with on(gradient.device):
@@ -68,11 +68,9 @@ def store_updates(
 
 
 def apply_update_(
-    weight: Tensor, update: Tensor, *, lr: float, weight_decay: float, where: Where | None = None, scale: float = 1.0
+    weight: Tensor, update: Tensor, *, lr: float, weight_decay: float, where: Where | None = None
 ) -> None:
-    """See ``torch_passes.apply_update_``."""
-    if scale != 1 or update.dtype != torch.float32:
-        raise ValueError(f"the kernel takes updates in fp32 as they are, not {update.dtype} times {scale}")
+    """See ``torch_passes.apply_update_``, without what it has for the host alone."""
     numel = _elements(weight, update)
     decays = bool(weight_decay != 0)
     if numel:

@@ -47,24 +47,40 @@ def some_move(count: int, flags: str) -> Where | None:
     nesterov=[True, False],
     dtype=[torch.float32, torch.bfloat16],
     flags=["none", "all", "some"],
+    elsewhere=[True, False],
 )
 def test_the_momentum_has_the_bits_of_torch(
-    length: int, momentum: float, nesterov: bool, dtype: torch.dtype, flags: str
+    length: int, momentum: float, nesterov: bool, dtype: torch.dtype, flags: str, elsewhere: bool
 ) -> None:
     where = some_move(length, flags)
     expected, found = ((numbers(length, 1), numbers(length, 2, dtype)) for _ in range(2))
     settings = {"momentum": momentum, "nesterov": nesterov}
     torch_passes.advance_momentum_(*expected, **settings, where=where)  # type: ignore[arg-type]
+    u = torch.full((length,), torch.nan) if elsewhere else found[0]
     # In two parts, the second of which begins within a matrix.
     for part in (slice(0, length // 4), slice(length // 4, length)):
         here = None if where is None else where.starting(part.start)
-        host_passes.advance_momentum_(*(tensor[part] for tensor in found), **settings, where=here)  # type: ignore[arg-type]
-    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+        into = u[part] if elsewhere else None
+        g, m = (tensor[part] for tensor in found)
+        host_passes.advance_momentum_(g, m, **settings, where=here, into=into)  # type: ignore[arg-type]
+    assert all(same_bits(a, b) for a, b in zip((u, found[1]), expected, strict=True))
+    if elsewhere:
+        assert same_bits(found[0], numbers(length, 1))
+        g, m = numbers(length, 1), numbers(length, 2, dtype)
+        torch_passes.advance_momentum_(g, m, **settings, where=where, into=u.fill_(torch.nan))  # type: ignore[arg-type]
+        assert all(same_bits(a, b) for a, b in zip((u, m, g), (*expected, found[0]), strict=True))
 
 
-@pairwise(length=LENGTHS, dtype=DTYPES, scale=[1.0, 0.2, 2.5], weight_decay=[0.0, 0.1], flags=["none", "all", "some"])
+@pairwise(
+    length=LENGTHS,
+    dtype=DTYPES,
+    scale=[1.0, 0.2, 2.5],
+    weight_decay=[0.0, 0.1],
+    flags=["none", "all", "some"],
+    rounded=[None, *DTYPES],
+)
 def test_an_update_that_is_scaled_on_the_way_has_the_bits_of_one_that_was_stored_first(
-    length: int, dtype: torch.dtype, scale: float, weight_decay: float, flags: str
+    length: int, dtype: torch.dtype, scale: float, weight_decay: float, flags: str, rounded: torch.dtype | None
 ) -> None:
     where = some_move(length, flags)
     output, update = numbers(length, 3, dtype), torch.empty(length)
@@ -74,9 +90,11 @@ def test_an_update_that_is_scaled_on_the_way_has_the_bits_of_one_that_was_stored
     torch_passes.store_updates(output.view(1, 1, -1), [update.view(1, -1)], scale=scale)
     settings = {"lr": 0.02, "weight_decay": weight_decay, "where": where}
     torch_passes.apply_update_(by_torch, update, **settings)  # type: ignore[arg-type]
-    host_passes.apply_update_(found, output, **settings, scale=scale)  # type: ignore[arg-type]
-    torch_passes.apply_update_(by_torch_at_once, output.clone(), **settings, scale=scale)  # type: ignore[arg-type]
+    goals = [None if rounded is None else torch.full((length,), torch.nan, dtype=rounded) for _ in range(2)]
+    host_passes.apply_update_(found, output, **settings, scale=scale, rounded=goals[0])  # type: ignore[arg-type]
+    torch_passes.apply_update_(by_torch_at_once, output.clone(), **settings, scale=scale, rounded=goals[1])  # type: ignore[arg-type]
     assert same_bits(found, by_torch) and same_bits(by_torch_at_once, by_torch)
+    assert all(goal is None or same_bits(goal, by_torch.to(goal.dtype)) for goal in goals)
 
 
 def test_every_half_is_read_as_torch_reads_it() -> None:
@@ -86,6 +104,26 @@ def test_every_half_is_read_as_torch_reads_it() -> None:
         host_passes.apply_update_(weight, halves, lr=-1.0, weight_decay=0.0)
         assert torch.equal(weight.isnan(), halves.isnan())
         assert torch.equal(weight.nan_to_num(), halves.float().nan_to_num())
+
+
+def test_every_number_is_rounded_as_torch_rounds_it() -> None:
+    """Of those that decide: halfway between two, a bit beside, below the normal numbers, above all."""
+    for dtype in (torch.float16, torch.bfloat16):
+        halves = torch.arange(0, 2**15, dtype=torch.int32).to(torch.int16).view(dtype).float()
+        halves = halves[halves.isfinite()]
+        between = torch.cat([halves, (halves[1:].double() + halves[:-1].double()).div(2).float()])
+        bits = between.view(torch.int32)
+        beside = [(bits + step).clamp(min=0).view(torch.float32) for step in (-1, 0, 1)]
+        largest = torch.tensor([65519.0, 65520.0, 65535.0, 65536.0, 1e30, 3.4e38, torch.inf])
+        weight = torch.cat([*beside, largest])
+        weight = torch.cat([weight, -weight])
+        found = torch.empty(weight.shape, dtype=dtype)
+        host_passes.apply_update_(weight.clone(), torch.zeros_like(weight), lr=1.0, weight_decay=0.0, rounded=found)
+        assert same_bits(found, weight.to(dtype))
+        host_passes.apply_update_(
+            torch.full((9,), torch.nan), torch.zeros(9), lr=1.0, weight_decay=0.0, rounded=found[:9]
+        )
+        assert found[:9].isnan().all()
 
 
 @pytest.mark.parametrize("length", LENGTHS)

@@ -18,7 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
 
-from ds_muon import muon_group
+from ds_muon import muon_group, offload
 from ds_muon.offload import Journey
 from ds_muon.orthogonalize import NewtonSchulz
 from ds_muon.replay import read_capture
@@ -290,14 +290,21 @@ def in_pieces_of(most: int | None, config: dict[str, Any]) -> tuple[dict[str, Te
     engine = start(PrescribedGradients(ALIKE), config)
     ups: list[int] = []
     (ferry,) = {group._ferry for group in engine.optimizer.muon_groups}
-    original = ferry.up
+    original = ferry.up_from
 
-    def up(matrices: Sequence[Tensor]) -> Journey:
+    def up_from(write: Callable[..., None], matrices: Sequence[Tensor]) -> Journey:
         ups.append(sum(matrix.nbytes for matrix in matrices))
-        return original(matrices)
+        return original(write, matrices)
 
     staged = mock.patch.object(muon_group, "STAGING_BYTES", muon_group.STAGING_BYTES if most is None else most)
-    with mock.patch.object(ferry, "up", up), mock.patch.object(muon_group, "batches", cut_into(100)), staged:
+    # Slots that hold less than a matrix, or several.
+    slots = mock.patch.object(offload, "_AT_A_TIME", 500 if most is None else 1500)
+    with (
+        slots,
+        mock.patch.object(ferry, "up_from", up_from),
+        mock.patch.object(muon_group, "batches", cut_into(100)),
+        staged,
+    ):
         for step in range(2):
             train_step(engine, exact_gradients(ALIKE, step, engine.device))
     weights = full_weights(engine)
