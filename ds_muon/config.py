@@ -129,6 +129,7 @@ class DSMuonConfig(BaseModel):
     grad_norm_skip_threshold: float | None = Field(None, gt=0, description="a number > 0, or null")
     clip_norm_scope: Literal["adamw", "all"] = Field("adamw", description='"adamw" or "all"')
     verify_every: int = Field(0, ge=0, description="an integer >= 0, such as 100, or 0 for never")
+    verify_bits: bool = Field(False, description="true or false")
     telemetry_every: int | None = Field(None, ge=0, description="an integer >= 0, such as 100, or 0 for never")
 
     @classmethod
@@ -277,6 +278,13 @@ class DSMuonConfig(BaseModel):
         # Runs for a given value only. Of a variant that is not valid, another line speaks.
         if info.data.get("variant") == "muon":
             raise _problem('has no effect with variant "muon"; remove the key, or set "variant": "normuon"')
+        return value
+
+    @field_validator("verify_bits")
+    @classmethod
+    def _verify_bits_has_steps(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("verify_every") == 0:
+            raise _problem("has no effect without verify_every; set verify_every, such as 100, or remove the key")
         return value
 
     @field_validator("momentum_dtype")

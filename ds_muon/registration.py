@@ -169,7 +169,9 @@ def _configure_zero_optimizer(original: Callable[..., Any], engine: Any, optimiz
     if every := optimizer.config.verify_every:
         from ds_muon.verify.in_training import TrainingCheck
 
-        zero_optimizer.training_check = TrainingCheck(zero_optimizer, engine.module, every)
+        zero_optimizer.training_check = TrainingCheck(
+            zero_optimizer, engine.module, every, bits=optimizer.config.verify_bits
+        )
     if every := _telemetry_every(engine, optimizer.config.telemetry_every):
         from ds_muon.telemetry import Telemetry
 

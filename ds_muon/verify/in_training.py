@@ -8,29 +8,32 @@ are computed on the owner of the matrix only.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
 
 from ds_muon.say import log, say
+from ds_muon.verify.canary import Canary
 from ds_muon.verify.check import StepComparison
 from ds_muon.verify.record import UpdateRecord
 
 
 class TrainingCheck:
     """Checks a ``MuonZeroOptimizer`` while it trains. A wrong update raises nothing: the owner of the matrix logs it.
+    Bits that another rank cannot repeat stop the run.
 
     Args:
         zero: the optimizer, whose plan names the matrices; the same on every rank.
         module: the model that it trains.
         every: check each so many steps; 0 for never.
+        bits: whether another rank also makes the update again.
 
     Attributes:
         last: the latest record of a matrix that this rank owns; None before the first.
     """
 
-    def __init__(self, zero: Any, module: nn.Module, every: int) -> None:
+    def __init__(self, zero: Any, module: nn.Module, every: int, *, bits: bool = False) -> None:
         self.last: UpdateRecord | None = None
         self._zero = zero
         self._module = module
@@ -38,27 +41,33 @@ class TrainingCheck:
         self._steps = 0
         self._checks = 0
         self._comparison: StepComparison | None = None
+        self._canary = Canary(zero) if bits else None
+        self._name = ""
         self._arm()
 
     def _arm(self) -> None:
         """Listen to a matrix's gradients from the first micro-batch of the step that is to be checked."""
         if self._comparison is None and self._every and (self._steps + 1) % self._every == 0:
             matrices = self._zero.plan.matrices
-            name = matrices[self._checks % len(matrices)].name
-            self._comparison = StepComparison(self._zero, self._module, only=name)
+            self._name = matrices[self._checks % len(matrices)].name
+            self._comparison = StepComparison(self._zero, self._module, only=self._name)
 
     @contextmanager
     def around_step(self) -> Iterator[None]:
         """Around the optimizer's step, on every rank; collective in the steps that are checked."""
+        name, canary = self._name, self._canary if self._comparison is not None else None
         if self._comparison is not None:
             self._comparison.before_step()
-        yield
+        with nullcontext() if canary is None else canary.listening(name):
+            yield
         if self._zero.overflow:
             return  # the same matrix again in the next step
         self._steps += 1
         if self._comparison is not None:
             self._finish(self._comparison)
         self._arm()
+        if canary is not None:
+            canary.compare(name, self._checks)
 
     def _finish(self, comparison: StepComparison) -> None:
         self._comparison = None

@@ -386,6 +386,8 @@ class _Begun:
 
 def _spoil_updates(zero: Any, replace: _Replace, spoil: Callable[[MuonGroup, GroupPlan, _Begun], None]) -> None:
     """Have ``spoil`` change what each Muon group has made of its partition."""
+    if zero.cpu_offload:
+        raise CannotVerify("with CPU offload updates lie in several places: plant it without offload_optimizer")
     for plan, group in zip(zero.plan.groups, zero.muon_groups, strict=True):
 
         def updates(
@@ -393,11 +395,12 @@ def _spoil_updates(zero: Any, replace: _Replace, spoil: Callable[[MuonGroup, Gro
             partition: Tensor,
             variance: Tensor | None,
             moves: Tensor,
+            advance: None,
             plan: GroupPlan = plan,
             group: MuonGroup = group,
         ) -> Iterator[None]:
             begun = _Begun(partition, variance, moves, partition.clone())
-            yield from original(partition, variance, moves)
+            yield from original(partition, variance, moves, advance)
             spoil(group, plan, begun)
 
         replace("updates", updates, group)

@@ -42,6 +42,7 @@ DEFAULTS = {
     "grad_norm_skip_threshold": None,
     "clip_norm_scope": "adamw",
     "verify_every": 0,
+    "verify_bits": False,
     "telemetry_every": None,
 }
 NUMBERS = ["lr", "muon_lr", "adam_lr", "weight_decay", "muon_weight_decay", "adam_weight_decay", "momentum", "eps"]
@@ -125,6 +126,12 @@ def test_fractions_are_below_one(key):
     assert getattr(DSMuonConfig.parse({key: 0.999}), key) == 0.999
     assert "is out of range; set a number from 0 to below 1" in problem(**{key: 1})
     assert "is out of range; set a number from 0 to below 1" in problem(**{key: -0.1})
+
+
+def test_verify_bits_needs_verify_every():
+    assert "set verify_every, such as 100" in problem(verify_bits=True)
+    assert DSMuonConfig.parse({"verify_bits": True, "verify_every": 3}).verify_bits
+    assert not DSMuonConfig.parse({"verify_bits": False}).verify_bits
 
 
 def test_beta2_and_threshold_and_verify_every_have_ranges():

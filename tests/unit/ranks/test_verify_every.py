@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 import sys
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -13,10 +14,11 @@ import pytest
 import torch
 
 from ds_muon.sample.gpt import GPT
+from ds_muon.verify.canary import SilentCorruption
 from ds_muon.verify.inject import plant
-from tests.unit.support.cases import in_turns
+from tests.unit.support.cases import first_of, in_turns
 from tests.unit.support.checked import MODEL, train_gpt
-from tests.unit.support.models import PrescribedGradients, ds_config, start, train_step
+from tests.unit.support.models import PrescribedGradients, ds_config, full_weights, start, train_step
 from tests.unit.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -154,3 +156,60 @@ def check_after_overflow(config: dict[str, Any]) -> list[str | None]:
 
 def test_a_skipped_step_is_not_counted_and_its_matrix_is_checked_in_the_next() -> None:
     assert run_ranks(1, check_after_overflow, ds_config({"verify_every": 1}))[0] == [None, "p0", "p1"]
+
+
+# ---- verify_bits ----------------------------------------------------------------------------------------------------
+
+
+def train_with_a_turned_bit(config: dict[str, Any], bad_rank: int, steps: int) -> list[str]:
+    """What each step raises here, if a bit turns in all that Newton-Schulz makes on one rank."""
+    torch.manual_seed(0)
+    engine = start(GPT(MODEL), config)
+    raised = []
+    for group in engine.optimizer.muon_groups if torch.distributed.get_rank() == bad_rank else ():
+
+        def turning(batch: Any, original: Any = group.orthogonalize) -> torch.Tensor:
+            outputs = original(batch)
+            outputs[:, -1, -1:].view(torch.int32).bitwise_xor_(1)
+            return outputs
+
+        group.orthogonalize = turning
+    for _ in range(steps):
+        try:
+            train_gpt(engine, 1)
+            raised.append("")
+        except SilentCorruption as error:
+            raised.append(str(error))
+    engine.destroy()
+    return raised
+
+
+@pytest.mark.parametrize("world_size", first_of([2, 1, 3]))
+def test_verify_bits_stops_all_ranks_and_names_both_that_differ(world_size: int) -> None:
+    config = ds_config({"verify_every": 2, "verify_bits": True})
+    assert all(set(raised) == {""} for raised in run_ranks(world_size, train_with_a_turned_bit, config, -1, 8))
+    by_rank = run_ranks(world_size, train_with_a_turned_bit, config, 0, 12)
+    assert all(raised == by_rank[0] for raised in by_rank)
+    said = [text for text in by_rank[0] if text]
+    assert said and not any(by_rank[0][::2])
+    for text in said:
+        assert re.search(r"U of \S+ \(\d+ x \d+\), rank \d makes another result than its owner, rank 0: 1 of ", text)
+
+
+def test_verify_bits_changes_no_bit_of_the_training() -> None:
+    checked, plain = (
+        run_ranks(2, train_to_weights, ds_config({**params, "variant": "normuon"}))
+        for params in ({"verify_every": 1, "verify_bits": True}, {})
+    )
+    assert checked[0].keys() == plain[0].keys() and all(
+        torch.equal(checked[0][name], plain[0][name]) for name in plain[0]
+    )
+
+
+def train_to_weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    engine = start(GPT(MODEL), config)
+    train_gpt(engine, 2)
+    weights = full_weights(engine)
+    engine.destroy()
+    return weights
