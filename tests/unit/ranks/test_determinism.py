@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from ds_muon.guard import StepGuard
 from ds_muon.verify import command, determinism
 from ds_muon.verify.rank import Task
+from ds_muon.zero import MuonZeroOptimizer
 from tests.unit.support.models import Block
 from tests.unit.support.ranks import run_ranks
 
@@ -26,18 +26,22 @@ def make(rank: int, world_size: int) -> tuple[nn.Module, list[Any]]:
 
 
 def turning_a_bit(original: Any) -> Any:
-    """Of ``StepGuard.decide``: with a guard, a bit of the first update is another, high enough to reach the weight."""
+    """Of ``MuonZeroOptimizer.commit``: with a guard, a bit of the first update is another, which reaches the weight."""
 
-    def decide(guard: StepGuard, verdict: Any, updates: Any) -> Any:
-        if guard._nan_guard != "off" and torch.distributed.get_rank() == 0:
-            updates[0][:1].view(torch.int32).bitwise_xor_(1 << 22)
-        return original(guard, verdict, updates)
+    def commit(zero: MuonZeroOptimizer, gradients: Any, findings: Any) -> None:
+        if zero.optimizer.config.nan_guard != "off" and torch.distributed.get_rank() == 0:
+            gradients[0][:1].view(torch.int32).bitwise_xor_(1 << 22)
+        original(zero, gradients, findings)
 
-    return decide
+    return commit
 
 
 def runs(task: Task, once: bool, planted: bool) -> list[determinism.Run]:
-    turn = mock.patch.object(StepGuard, "decide", turning_a_bit(StepGuard.decide)) if planted else nullcontext()
+    turn = (
+        mock.patch.object(MuonZeroOptimizer, "commit", turning_a_bit(MuonZeroOptimizer.commit))
+        if planted
+        else nullcontext()
+    )
     with turn:
         return determinism.runs(task, once=once)
 
