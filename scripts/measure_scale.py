@@ -44,6 +44,7 @@ from ds_muon.capture import NanCapture
 from ds_muon.exchange import element_bytes
 from ds_muon.muon_group import MuonGroup, in_turns
 from ds_muon.passes import Held, Segments
+from ds_muon.plan.owners import RATES, Rates
 from ds_muon.plan.partition import GroupPlan, Plan
 from ds_muon.plan_cost import MODELS, Shapes, default_settings
 
@@ -82,13 +83,13 @@ COLUMNS: list[tuple[str, str | None, float]] = [
 """Name, format and unit of each of ``Rank``'s fields."""
 
 
-def planned(shapes: Shapes, ranks: int, shrink: int = 1) -> Plan:
+def planned(shapes: Shapes, ranks: int, shrink: int = 1, rates: Rates = RATES) -> Plan:
     """With ``shrink``, shapes are smaller by that, and cost and bytes are still those of the true ones."""
     settings = default_settings()
     layout = ds_muon.flat_layout([math.prod(shape) for _, shape in shapes], ranks)
     cost = cache(lambda rows, cols: settings.cost(shrink * rows, shrink * cols))
     size = element_bytes(settings, normuon=False) * shrink**2
-    return ds_muon.make_plan([shapes], [layout], ranks, cost, element_bytes=size)
+    return ds_muon.make_plan([shapes], [layout], ranks, cost, rates=rates, element_bytes=size)
 
 
 def messages(plan: GroupPlan) -> Counter[int]:

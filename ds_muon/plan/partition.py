@@ -200,12 +200,16 @@ class Plan:
         """Elements that cross the network each way in a step."""
         return sum(self.moved_by_rank()) // 2
 
-    def moved_by_rank(self) -> tuple[int, ...]:
-        """For each rank, the elements that it sends to owners and receives as an owner. As many travel back."""
+    def moved_by_rank(self, ranks_per_node: int = 1) -> tuple[int, ...]:
+        """For each rank, the elements that it sends to owners and receives as an owner. As many travel back.
+
+        Args:
+            ranks_per_node: counts only what travels between nodes of so many ranks.
+        """
         moved = [0] * len(self.loads)
         for unit in self.units:
             for held in unit.slices:
-                if held.rank != unit.owner:
+                if held.rank // ranks_per_node != unit.owner // ranks_per_node:
                     moved[held.rank] += held.numel
                     moved[unit.owner] += held.numel
         return tuple(moved)
@@ -218,8 +222,9 @@ class Plan:
             element_bytes: bytes per element that travels, both ways together.
         """
         exchanges = sum(bool(group.travellers) for group in self.groups)
-        ranks = zip(self.loads, self.moved_by_rank(), strict=True)
-        busiest = max(rates.of_rank(load, element_bytes * moved) for load, moved in ranks)
+        between = self.moved_by_rank(rates.ranks_per_node or 1)
+        ranks = zip(self.loads, between, self.moved_by_rank(), strict=True)
+        busiest = max(rates.of_rank(load, element_bytes * n, element_bytes * (every - n)) for load, n, every in ranks)
         return busiest + exchanges * rates.exchange_seconds
 
     @property
