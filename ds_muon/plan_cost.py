@@ -228,7 +228,8 @@ def step_cost(
     chosen_by = replace(RATES, ranks_per_node=nodes)
     plan = make_plan([shapes], [layout], world_size, cost_of, rates=chosen_by, element_bytes=size, pieces=pieces)
     if_free, by_holders = (
-        with_owners(plan.groups, world_size, cost_of, rates=other, element_bytes=size) for other in (FREE, None)
+        with_owners(plan.groups, world_size, cost_of, rates=other, element_bytes=size)
+        for other in (FREE, replace(chosen_by, least_gain=1.0))
     )
     (group,) = plan.groups
     by_shape = Counter((matrix.rows, matrix.cols) for matrix in group.matrices)

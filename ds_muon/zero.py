@@ -149,13 +149,14 @@ class MuonZeroOptimizer(MuonZeroBase):
                 )
             layouts.append(layout)
         normuon = self.optimizer.config.variant == "normuon"
+        # With CPU offload a matrix would travel over the bus as well, and take memory of the accelerator.
+        least_gain = 1.0 if self.cpu_offload else RATES.least_gain
         return make_plan(
             [self._shapes(i) for i in muon_groups],
             layouts,
             world_size,
             self.newton_schulz.cost,
-            # With CPU offload a matrix would travel over the bus as well, and take memory of the accelerator.
-            rates=None if self.cpu_offload else replace(RATES, ranks_per_node=self._ranks_per_node()),
+            rates=replace(RATES, ranks_per_node=self._ranks_per_node(), least_gain=least_gain),
             element_bytes=element_bytes(self.newton_schulz, normuon=normuon),
             stored=self.optimizer.routing.layouts(),
             pieces=self.optimizer.routing.pieces(),

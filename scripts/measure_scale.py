@@ -10,6 +10,7 @@ For each model and number of ranks, of the rank that exchanges the most messages
     step        milliseconds on the host of a step's bookkeeping in this rank's Muon group: routes, batches, flags,
                 copies. Newton-Schulz does nothing here, and collectives send nothing
     messages    sent and received by this rank each way, and by all ranks
+    between     bytes of all ranks between nodes of ``NODE`` ranks, both ways, and if the plan does not know the nodes
 
 The plan and the lists are those of the true shapes. For the step every side is ``SHRINK`` times smaller, and the cost
 of a matrix that of the true one, so that owners and routes are the same but for rounding.
@@ -48,7 +49,7 @@ from ds_muon.plan.owners import RATES, Rates
 from ds_muon.plan.partition import GroupPlan, Plan
 from ds_muon.plan_cost import MODELS, Shapes, default_settings
 
-SHRINK = 64
+SHRINK, NODE = 64, 8
 T = TypeVar("T")
 
 
@@ -66,6 +67,8 @@ class Rank:
     messages: int
     messages_of_all: int
     sent_bytes: int
+    between_bytes: int
+    between_bytes_if_unknown: int
 
 
 COLUMNS: list[tuple[str, str | None, float]] = [
@@ -78,7 +81,9 @@ COLUMNS: list[tuple[str, str | None, float]] = [
     ("step on the host, ms", ".2f", 1),
     ("messages each way, busiest rank", "d", 1),
     ("of all ranks", ",d", 1),
-    ("MB of the busiest, both ways", ".0f", 1e-6),
+    ("MB of the busiest rank", ".0f", 1e-6),
+    ("between nodes, GB", ".1f", 1e-9),
+    ("if nodes are not known", ".1f", 1e-9),
 ]
 """Name, format and unit of each of ``Rank``'s fields."""
 
@@ -166,9 +171,13 @@ def measure(model: str, ranks: int, steps: int) -> Rank:
         on_host = step_ms(of_small, busiest, names, steps)
     finally:
         dist.destroy_process_group()
-    moved = max(plan.moved_by_rank()) * element_bytes(default_settings(), normuon=False)
-    everyone = sum(by_rank.values()) // 2
-    return Rank(model, ranks, seconds, plan_bytes, list_bytes, 1e3 * agreed, on_host, most, everyone, moved)
+    size = element_bytes(default_settings(), normuon=False)
+    of_nodes = planned(shapes, ranks, rates=Rates(ranks_per_node=NODE))
+    return Rank(
+        *(model, ranks, seconds, plan_bytes, list_bytes, 1e3 * agreed, on_host),
+        *(most, sum(by_rank.values()) // 2, max(plan.moved_by_rank()) * size),
+        *(sum(of.moved_by_rank(NODE)) // 2 * size for of in (of_nodes, plan)),
+    )
 
 
 def published(found: list[Rank], arguments: str) -> dict[str, Any]:

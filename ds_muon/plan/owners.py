@@ -38,12 +38,12 @@ class Rates:
         bytes_per_second_in_node: the same to ranks of its own node, where nodes are known.
         exchange_seconds: fixed time for each param group in which anything travels: to start collectives and copies.
         least_gain: the fraction of a step's time that must be gained, or owners stay holders. A smaller gain would be
-            lost in what the model leaves out.
+            lost in what the model leaves out. 1: they always do.
         ranks_per_node: each so many ranks, in order, share a node; 0 if that is not known, or no matter.
 
     Raises:
         ValueError: ``flops`` or a link's rate is not positive, ``exchange_seconds`` or ``ranks_per_node`` is negative,
-            or ``least_gain`` is not from 0 to below 1.
+            or ``least_gain`` is not from 0 to 1.
     """
 
     flops: float = 5e14
@@ -60,8 +60,8 @@ class Rates:
         for name in ("exchange_seconds", "ranks_per_node"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"Rates.{name} = {getattr(self, name)!r}: set 0 or a number above")
-        if not 0 <= self.least_gain < 1:
-            raise ValueError(f"Rates.least_gain = {self.least_gain!r}: set a number from 0 to below 1")
+        if not 0 <= self.least_gain <= 1:
+            raise ValueError(f"Rates.least_gain = {self.least_gain!r}: set a number from 0 to 1")
 
     def of_rank(self, operations: float, moved_bytes: int, in_node: int = 0) -> float:
         """Seconds that a rank spends on its matrices and on its bytes, sent and received, and those in its node."""
@@ -141,7 +141,7 @@ def choose_owners(works: Sequence[Work], world_size: int, rates: Rates, element_
         ``least_gain`` 0, the largest load is at most the mean load plus the costliest matrix, within 0.01 %.
     """
     owners = least_loaded_holders(works, world_size, rates.ranks_per_node)
-    if world_size == 1 or not works:
+    if world_size == 1 or not works or rates.least_gain == 1:
         return owners
     held = [0] * world_size
     for work in works:

@@ -235,7 +235,7 @@ def test_what_stays_in_a_node_takes_the_time_of_the_link_there() -> None:
         ("bytes_per_second_in_node", 0.0),
         ("exchange_seconds", -1e-3),
         ("ranks_per_node", -1),
-        ("least_gain", 1.0),
+        ("least_gain", 1.5),
     ],
 )
 def test_rates_that_make_no_sense_are_refused(name: str, value: float) -> None:
