@@ -112,6 +112,15 @@ def allocated(make: Callable[[], T]) -> tuple[T, int]:
     return made, size
 
 
+def median_ms(call: Callable[[], object], times: int) -> float:
+    taken = []
+    for _ in range(times):
+        start = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(taken)
+
+
 def tensor_bytes(of: Any) -> int:
     return sum(value.nbytes for value in vars(of).values() if isinstance(value, Tensor))
 
@@ -134,23 +143,20 @@ def sends_nothing(output: Tensor, *_: Any, **__: Any) -> Any:
 
 def step_ms(plan: GroupPlan, rank: int, names: list[str], steps: int) -> float:
     group, partition = group_of(plan, rank, names), torch.zeros(plan.partition_size)
-    times = []
+
+    def step() -> None:
+        moves = group.squares(partition).ne(0)
+        group.where(partition, moves)
+        in_turns([group.updates(partition, None, moves)])
+
     with patch.object(MuonGroup, "orthogonalize", zeros), patch.object(dist, "all_to_all_single", sends_nothing):
-        for _ in range(steps):
-            start = time.perf_counter()
-            moves = group.squares(partition).ne(0)
-            group.where(partition, moves)
-            in_turns([group.updates(partition, None, moves)])
-            times.append(time.perf_counter() - start)
-    return 1e3 * statistics.median(times[1:])
+        return median_ms(step, steps)
 
 
 def measure(model: str, ranks: int, steps: int) -> Rank:
     shapes = MODELS[model]()
     names = [name for name, _ in shapes]
-    start = time.perf_counter()
-    planned(shapes, ranks)
-    seconds = time.perf_counter() - start
+    seconds = 1e-3 * median_ms(lambda: planned(shapes, ranks), 3)
     plan, plan_bytes = allocated(lambda: planned(shapes, ranks))
     small = planned([(name, tuple(side // SHRINK for side in shape)) for name, shape in shapes], ranks, SHRINK)
     (group,) = plan.groups
@@ -163,9 +169,7 @@ def measure(model: str, ranks: int, steps: int) -> Rank:
         tables = Segments.of(held, group.partition_size, torch.device("cpu"))
         list_bytes += tensor_bytes(made.row_variance) + tensor_bytes(tables)
         facts = {name: f"{shape}, to muon, stored out_in" for name, shape in shapes}
-        start = time.perf_counter()
-        agree("parameters", facts, "build the same model")
-        agreed = time.perf_counter() - start
+        agreed = median_ms(lambda: agree("parameters", facts, "build the same model"), steps)
         (of_small,) = small.groups
         busiest = max(messages(of_small).items(), key=lambda item: (item[1], -item[0]), default=(0, 0))[0]
         on_host = step_ms(of_small, busiest, names, steps)
@@ -174,7 +178,7 @@ def measure(model: str, ranks: int, steps: int) -> Rank:
     size = element_bytes(default_settings(), normuon=False)
     of_nodes = planned(shapes, ranks, rates=Rates(ranks_per_node=NODE))
     return Rank(
-        *(model, ranks, seconds, plan_bytes, list_bytes, 1e3 * agreed, on_host),
+        *(model, ranks, seconds, plan_bytes, list_bytes, agreed, on_host),
         *(most, sum(by_rank.values()) // 2, max(plan.moved_by_rank()) * size),
         *(sum(of.moved_by_rank(NODE)) // 2 * size for of in (of_nodes, plan)),
     )
