@@ -304,6 +304,10 @@ class MuonGroup:
         """What is finite exactly if all updates in this rank's partition are. On the host, a number of each batch."""
         return partition if self.on_host is None else self.on_host.sizes()
 
+    def sum_of_squares(self, partition: Tensor) -> Tensor:
+        """Of all updates in this rank's partition: fp64, where they are."""
+        return sum_of_squares(partition) if self.on_host is None else self.on_host.sum_of_squares()
+
     def nonfinite(self, partition: Tensor | None) -> list[str]:
         """The matrices with a value in this rank's partition that is not finite. Blocks the host.
 
