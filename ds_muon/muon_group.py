@@ -137,7 +137,7 @@ class MuonGroup:
             dtype = torch.float32 if self._met == 1 else result_dtype(self._settings, normuon=variance is not None)
             self.exchange.take_part(back=self._met == 2, dtype=dtype, device=moves.device)
         elif self.row_variance is not None and variance is not None:
-            self.row_variance.begin(variance, moves)
+            self.row_variance.begin(variance.to(moves.device), moves)  # it may be offloaded
             self.row_variance.agree()
 
     def updates(
