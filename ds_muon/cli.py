@@ -25,8 +25,11 @@ COMMANDS = {
     "config": ("ds_muon.config_command", "print a DeepSpeed config to start from, or list them"),
     "report": ("ds_muon.report_command", "a run on one page: loss, rates, norms, spectra, skipped steps, partitions"),
     "plan": ("ds_muon.plan_command", "what Muon's step costs at world sizes that are not at hand"),
-    "to-universal": ("ds_muon.to_universal", "write a checkpoint in DeepSpeed's universal layout"),
-    "migrate": ("ds_muon.migrate", "make a checkpoint of AdamW, or of DeepSpeed's Muon, one that DSMuon loads"),
+    "to-universal": ("ds_muon.conversion.to_universal", "write a checkpoint in DeepSpeed's universal layout"),
+    "migrate": (
+        "ds_muon.conversion.migrate",
+        "make a checkpoint of AdamW, or of DeepSpeed's Muon, one that DSMuon loads",
+    ),
 }
 
 

@@ -255,7 +255,10 @@ class HostPart:
         """Some fp64 numbers on the accelerator that are finite exactly if all updates are."""
         host = [sum_of_squares(part.update) for part in self._between()]
         return torch.stack(
-            [size.double().to(self._device) for size in (torch.zeros((), device="cpu"), *self._largest, *host)]
+            [
+                size.double().to(self._device)
+                for size in (torch.zeros((), dtype=torch.float64, device="cpu"), *self._largest, *host)
+            ]
         )
 
     def sum_of_squares(self) -> Tensor:

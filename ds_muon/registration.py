@@ -18,8 +18,8 @@ import torch.distributed as dist
 from deepspeed.runtime import engine as deepspeed_engine
 from torch import nn
 
-from ds_muon import engine_checkpoints
 from ds_muon.agree import RollCall, agree, gather, leave_word, raise_together
+from ds_muon.checkpoints import engine_methods
 from ds_muon.config import OPTIMIZER_TYPE
 from ds_muon.deepspeed_parts import SCHEDULES, check_parts
 from ds_muon.learning_rates import far_off
@@ -54,7 +54,7 @@ def register() -> None:
         _scheduler_from_config,
         _configure_lr_scheduler,
         step,
-        *engine_checkpoints.WRAPPERS,
+        *engine_methods.WRAPPERS,
     ):
         _wrap(engine, wrapper.__name__, wrapper)
     for module, schedules in SCHEDULES:
@@ -99,7 +99,7 @@ def _optimizer_of(engine: Any) -> str:
     return f"the optimizer {engine.optimizer_name()}" if engine.optimizer_name() else "no optimizer"
 
 
-# ---- the wrappers: `original` is DeepSpeed's method, bound to the engine; those of checkpoints: engine_checkpoints ---
+# ---- the wrappers: `original` is DeepSpeed's method, bound to the engine; those of checkpoints: checkpoints ---
 
 
 def _is_supported_optimizer(original: Callable[..., bool], engine: Any, optimizer_name: str) -> bool:

@@ -19,7 +19,7 @@ from ds_muon.guard import CAPTURED, FINITE, Findings
 from ds_muon.say import log, printable
 
 if TYPE_CHECKING:
-    from ds_muon.zero import MuonZeroOptimizer
+    from ds_muon.zero_base import MuonZeroBase
 
 
 class NonFiniteUpdate(RuntimeError):
@@ -154,7 +154,7 @@ class Skips:
         return "DS_MUON_NAN_CAPTURE=1 saves such inputs for ds-muon replay", captures
 
 
-def bad_updates(zero: MuonZeroOptimizer, gradients: Sequence[Tensor], findings: Findings) -> str:
+def bad_updates(zero: MuonZeroBase, gradients: Sequence[Tensor], findings: Findings) -> str:
     """The matrices whose updates are not finite on any rank, and the cause, for ``Skips.explain``; "" without any.
 
     A collective that blocks the host, where there are any.

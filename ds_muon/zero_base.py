@@ -10,13 +10,13 @@ from deepspeed.checkpoint.constants import LOSS_SCALER
 from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from torch import Tensor
 
-from ds_muon.checkpoint import Found
+from ds_muon.checkpoints.check import Found
+from ds_muon.checkpoints.shards import LAYOUT, SHARD, Save, description, layout
 from ds_muon.failure import Failure
 from ds_muon.muon_group import MuonGroup
 from ds_muon.optimizer import CUT_STATE
 from ds_muon.progress import Progress
 from ds_muon.refusals import NO_GRADIENTS, DSMuonRefusal
-from ds_muon.shards import LAYOUT, SHARD, Save, description, layout
 from ds_muon.zero_offload import OffloadZero
 
 

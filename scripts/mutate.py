@@ -134,7 +134,7 @@ FAULTS = (
     Fault("passes/torch_passes", "torch.where(moves, average, before, out=before)", "before.copy_(average)", IDLE),
     Fault("passes/torch_passes", "w.mul_(1 - lr * weight_decay)", "w.mul_(1 - weight_decay)", f"{PASSES} {STEP}"),
     Fault("passes/torch_passes", "w.sub_((u if", "w.add_((u if", PASSES),
-    Fault("checkpoint", "if group[\"use_muon\"] and (\"row_variance\" in theirs) !=", "if (1 in theirs) !=", "ranks/test_checkpoint.py"),
+    Fault("checkpoints/check", "if group[\"use_muon\"] and (\"row_variance\" in theirs) !=", "if (1 in theirs) !=", "ranks/test_checkpoint.py"),
     Fault("optimizer", "own = step.clone() if i else step", "own = step.clone()", STEP),
     Fault("optimizer", 'not in ("params", *ORIGIN)', 'not in ("params",)', "ranks/test_any_size.py"),
     # ---- CPU offload
@@ -151,7 +151,7 @@ FAULTS = (
     Fault("orthogonalize/__init__", "yield indices[len(indices) * chunk // chunks :", "yield indices[", ITERATION),
     # ---- settings
     Fault("param_groups", 'undecay = {} if decays else {"weight_decay": 0.0}', "undecay: dict[str, float] = {}", "ranks/test_param_groups.py"),
-    Fault("checkpoint", "        if tag != seen[0][0]:\n", "        if False:\n", "ranks/test_any_size.py ranks/test_checkpoint.py"),
+    Fault("checkpoints/check", "        if tag != seen[0][0]:\n", "        if False:\n", "ranks/test_any_size.py ranks/test_checkpoint.py"),
     Fault("agree", "others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]", "others: list[int] = []", "ranks/test_agree.py"),
 )  # fmt: skip
 

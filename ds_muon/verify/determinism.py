@@ -141,7 +141,8 @@ def _engine(config: dict[str, Any], task: Task) -> Any:
         sums = []
         for p in model.parameters():
             if p.requires_grad:
-                gradient = torch.randint(-8, 9, p.shape, generator=generator) * ((rank == 0) * world_size / 1024)
+                gradient = torch.randint(-8, 9, p.shape, generator=generator, dtype=torch.int64, device="cpu")
+                gradient = gradient * ((rank == 0) * world_size / 1024)
                 sums.append((p * gradient.to(p)).sum())
         return torch.stack(sums).sum()
 

@@ -351,6 +351,7 @@ def run_in(folder: str, task: Task) -> tuple[list[outcome.Outcome], list[str]]:
         sys.modules.pop("mine", None)  # ranks live on from test to test
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_every_planted_fault_is_found_in_one_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command, but for the launch."""
@@ -380,6 +381,7 @@ def test_a_refused_config_is_not_run(folder: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_an_error_on_one_rank_ends_all_and_is_shown(folder: Path) -> None:

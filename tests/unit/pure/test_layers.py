@@ -29,7 +29,7 @@ INSTRUMENTS = (
         "leash",
         "options",
     ),
-    *("ordinary", "convert", "to_universal", "migrate", "doctor", "ds_config", "config_command"),
+    *("conversion", "doctor", "ds_config", "config_command"),
     *("telemetry", "trainer", "run_log", "report_command"),
 )
 # What may know DeepSpeed, beside the instruments.
@@ -37,14 +37,11 @@ BOUND_TO_DEEPSPEED = {
     "registration",
     "deepspeed_parts",
     "preparation",
-    "engine_checkpoints",
     "schedulers",
     "zero",
     "zero_base",
     "zero_offload",
-    "checkpoint",
-    "shards",
-    "saving",
+    "checkpoints",
 }
 # The arrows from the engine to an instrument: taken only in a run that asks to be checked, or observed.
 ON_REQUEST = {

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from ds_muon.checkpoints.reshard import Buffers, stretches
 from ds_muon.plan.partition import flat_layout
-from ds_muon.reshard import Buffers, stretches
 
 Numels = dict[str, int]
 

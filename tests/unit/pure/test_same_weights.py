@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_muon import same_weights
-from ds_muon.same_weights import checksum
+from ds_muon.checkpoints import same_weights
+from ds_muon.checkpoints.same_weights import checksum
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8])

@@ -223,7 +223,7 @@ def run_kinds(stage: int, folder: str, seed: int, how: dict[str, bool] | None) -
     if how is None:
         engine.save_checkpoint(folder)
     else:
-        with mock.patch("ds_muon.engine_checkpoints.say", lines.append):
+        with mock.patch("ds_muon.checkpoints.engine_methods.say", lines.append):
             engine.load_checkpoint(folder, **how)
     assert [line[:8] for line in lines] == (["momentum"] if how else [])
     found = by_name(engine)

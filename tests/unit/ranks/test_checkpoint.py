@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_muon import shards
+from ds_muon.checkpoints import shards
 from tests.unit.support.cases import in_turns
 from tests.unit.support.checkpoints import Layers, assert_same, everything
 from tests.unit.support.models import Block, PrescribedGradients, ds_config, full_weights, start, train_step

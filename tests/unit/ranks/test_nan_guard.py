@@ -158,6 +158,7 @@ def collectives(config: dict[str, Any]) -> tuple[int, list[str]]:
         if DEVICE == "cpu":  # where torch's own AdamW reads its count of steps, and the passes whether all moves
             stack.enter_context(mock.patch.object(engine.optimizer.optimizer._adamw, "step"))
             stack.enter_context(mock.patch("ds_muon.passes.torch_passes._flags", flags_as_on_a_gpu))
+            stack.enter_context(mock.patch.dict("ds_muon.passes._COMPILED", clear=True))
         reduced = stack.enter_context(
             mock.patch.object(torch.distributed, "all_reduce", wraps=torch.distributed.all_reduce)
         )

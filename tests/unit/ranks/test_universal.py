@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
+from ds_muon.checkpoints.shards import layout
 from ds_muon.cli import main
-from ds_muon.shards import layout
 from tests.unit.support.cases import pairwise
 from tests.unit.support.checkpoints import (
     CONFIG,
@@ -148,14 +148,14 @@ def load_both_ways(folder: str) -> tuple[list[str], list[int]]:
     steps = []
     for config in ({**CONFIG, **UNIVERSAL}, CONFIG):
         engine = start(Layers(), config)
-        with mock.patch("ds_muon.engine_checkpoints.say", lines.append):
+        with mock.patch("ds_muon.checkpoints.engine_methods.say", lines.append):
             engine.load_checkpoint(folder)
         steps.append(engine.global_steps)
         if len(steps) == 1:
             assert not lines
             train_step(engine, torch.ones(4, 16, device=engine.device, dtype=torch.bfloat16))
             engine.save_checkpoint(folder)
-            with mock.patch("ds_muon.engine_checkpoints.say", lines.append):
+            with mock.patch("ds_muon.checkpoints.engine_methods.say", lines.append):
                 engine.load_checkpoint(folder)
             steps.append(engine.global_steps)
         engine.destroy()
@@ -308,7 +308,7 @@ def load_another(config: dict[str, Any], groups: int, folder: str) -> tuple[dict
     engine = start_groups(OTHERS, config, groups)
     train_step(engine, exact_gradients(OTHERS, 9, engine.device))
     lines: list[str] = []
-    with mock.patch("ds_muon.universal.say", lines.append):
+    with mock.patch("ds_muon.checkpoints.universal.say", lines.append):
         engine.load_checkpoint(folder)
     found = by_name(engine)
     train_step(engine, exact_gradients(OTHERS, 3, engine.device))

@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 import torch
 
+from ds_muon.checkpoints.shards import description
 from ds_muon.cli import main
-from ds_muon.shards import description
 from tests.unit.support.checkpoints import (
     CONFIG,
     SHAPES,

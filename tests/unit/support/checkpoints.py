@@ -99,7 +99,7 @@ def run(config: dict[str, Any], groups: int, folder: str, *, load: bool) -> list
         train_step(engine, exact_gradients(SHAPES, step, engine.device))
     lines: list[str] = []
     if load:
-        with mock.patch("ds_muon.checkpoint.say", lines.append):
+        with mock.patch("ds_muon.checkpoints.check.say", lines.append):
             engine.load_checkpoint(folder)
     else:
         engine.save_checkpoint(folder)

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 
+from ds_muon.checkpoints.reshard import Offsets
 from ds_muon.dtypes import name_of
 from ds_muon.layout import order_of_outputs
 from ds_muon.optimizer import CUT_STATE
-from ds_muon.reshard import Offsets
 
 LAYOUT = "ds_muon_layout"
 """Key in a checkpoint's shard: the ``layout`` that it was saved with."""

@@ -17,12 +17,22 @@ from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from torch import Tensor
 
 from ds_muon.agree import gather, raise_together
+from ds_muon.checkpoints.reshard import Buffers, Offsets, Stretch, stretches
+from ds_muon.checkpoints.shards import (
+    LAYOUT,
+    SHARD,
+    Facts,
+    Misfit,
+    Shards,
+    description,
+    layout,
+    partition_sizes,
+    states_of,
+)
 from ds_muon.dtypes import name_of
 from ds_muon.optimizer import ORIGIN
 from ds_muon.param_groups import NO_DECAY
-from ds_muon.reshard import Buffers, Offsets, Stretch, stretches
 from ds_muon.say import say
-from ds_muon.shards import LAYOUT, SHARD, Facts, Misfit, Shards, description, layout, partition_sizes, states_of
 
 WEIGHTS_ONLY = (
     "To go on from its weights alone, with a new optimizer: engine.load_checkpoint(..., load_module_only=True), with "

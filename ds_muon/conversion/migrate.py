@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ds_muon.convert import Converted, convert
-from ds_muon.ordinary import ConversionError, Ordinary
+from ds_muon.conversion.convert import Converted, convert
+from ds_muon.conversion.ordinary import ConversionError, Ordinary
+from ds_muon.conversion.to_universal import add_folders, tell_done
 from ds_muon.say import printable, tell
 from ds_muon.text import columns, count
-from ds_muon.to_universal import add_folders, tell_done
 
 DESCRIPTION = """\
 Write a checkpoint of another optimizer so that DSMuon loads it, at any world size: engine.load_checkpoint(OUT), or

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from ds_muon.convert import Converted, convert
-from ds_muon.ordinary import ConversionError, Ordinary
+from ds_muon.conversion.convert import Converted, convert
+from ds_muon.conversion.ordinary import ConversionError, Ordinary
 from ds_muon.say import printable, tell
 from ds_muon.text import count
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, TorchCheckpointEngine
 
 from ds_muon.agree import gather, raise_together
+from ds_muon.checkpoints.universal import FOLDERS
 from ds_muon.files import on_disk, rename
-from ds_muon.universal import FOLDERS
 
 _SHARDS = "*zero_pp_rank_*_optim_states.pt"
 

@@ -18,13 +18,19 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
 from ds_muon.agree import gather, raise_together
-from ds_muon.checkpoint import check_before_loading
-from ds_muon.same_weights import check_same_weights
-from ds_muon.saving import WholeCheckpoints
+from ds_muon.checkpoints.check import check_before_loading
+from ds_muon.checkpoints.same_weights import check_same_weights
+from ds_muon.checkpoints.saving import WholeCheckpoints
+from ds_muon.checkpoints.shards import SAVE, Save
+from ds_muon.checkpoints.universal import (
+    LATEST,
+    FoundUniversal,
+    check_universal_before_loading,
+    is_universal,
+    loading_by_name,
+)
 from ds_muon.say import say
 from ds_muon.schedulers import set_scheduled_rates
-from ds_muon.shards import SAVE, Save
-from ds_muon.universal import LATEST, FoundUniversal, check_universal_before_loading, is_universal, loading_by_name
 from ds_muon.zero import MuonZeroOptimizer
 
 

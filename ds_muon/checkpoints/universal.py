@@ -25,12 +25,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_muon.agree import gather, raise_together
-from ds_muon.checkpoint import Found, explained, fit_groups, other_parameters, other_shapes, rows_of, say_what_changes
+from ds_muon.checkpoints.check import (
+    Found,
+    explained,
+    fit_groups,
+    other_parameters,
+    other_shapes,
+    rows_of,
+    say_what_changes,
+)
+from ds_muon.checkpoints.reshard import Buffers, Stretch, stretches
+from ds_muon.checkpoints.shards import BASE, CLIP_GRAD, LAYOUT, SAVE, SHARD, Misfit, description, layout
 from ds_muon.dtypes import name_of
 from ds_muon.optimizer import CUT_STATE
-from ds_muon.reshard import Buffers, Stretch, stretches
 from ds_muon.say import say
-from ds_muon.shards import BASE, CLIP_GRAD, LAYOUT, SAVE, SHARD, Misfit, description, layout
 from ds_muon.text import count
 
 LATEST = "latest_universal"

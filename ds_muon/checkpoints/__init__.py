@@ -1,0 +1,1 @@
+"""Checkpoints: what a run saves, and how it is loaded at any number of ranks and in any layout."""
