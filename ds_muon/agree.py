@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store, _get_object_coll_device
 
 from ds_muon.refusals import DSMuonRefusal
 from ds_muon.say import log, printable
@@ -46,6 +46,27 @@ def gather(value: T, process_group: dist.ProcessGroup | None) -> list[T]:
     return values
 
 
+def any_rank(it_is: bool, process_group: dist.ProcessGroup | None) -> bool:
+    """Whether it is so on any rank. A collective of one number; blocks the host."""
+    return bool(_largest([it_is], process_group)[0])
+
+
+def alike(text: str, process_group: dist.ProcessGroup | None) -> bool:
+    """Whether all ranks have the same text, by its hash. A collective of 128 bytes; blocks the host."""
+    digest = hashlib.sha256(text.encode()).digest()
+    words = [int.from_bytes(digest[i : i + 4], "big") for i in range(0, len(digest), 4)]
+    largest = _largest([*words, *(-word for word in words)], process_group)
+    return largest[: len(words)] == [-negated for negated in largest[len(words) :]]
+
+
+def _largest(numbers: Sequence[int], process_group: dist.ProcessGroup | None) -> list[int]:
+    """The largest of each number on any rank. Costs the same on any number of ranks, which ``gather`` does not."""
+    found = torch.tensor(numbers, dtype=torch.int64, device=_get_object_coll_device(process_group))
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=process_group)
+    largest: list[int] = found.tolist()
+    return largest
+
+
 def raise_together(error: Exception | None, process_group: dist.ProcessGroup | None = None, *, about: str = "") -> None:
     """Raise on every rank of the group if any rank has an error, so that none is left waiting in a collective.
 
@@ -55,6 +76,8 @@ def raise_together(error: Exception | None, process_group: dist.ProcessGroup | N
     if not dist.is_initialized() or dist.get_world_size(process_group) == 1:
         if error is not None:
             raise error
+        return
+    if not any_rank(error is not None, process_group):
         return
     messages = gather(None if error is None else f"{type(error).__name__}: {error}{about}", process_group)
     if error is not None:
@@ -87,14 +110,12 @@ def agree(
     if dist.get_world_size() == 1:
         return
     ours = {place: value for place, value in _leaves(facts) if not may_differ(place)}
-    digest = hashlib.sha256(json.dumps(sorted(ours.items())).encode()).digest()
-    digests = gather(digest, None)
-    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if not others:
+    if alike(json.dumps(sorted(ours.items())), None):
         return
     box = [ours]
     dist.broadcast_object_list(box, src=0)
     differences = gather(_first_difference(box[0], ours), None)
+    others = [rank for rank, difference in enumerate(differences) if difference is not None]
     _, place = min(difference[:2] for difference in differences if difference is not None)
     ranks_of: dict[str, list[int]] = {}
     for rank in others:
@@ -176,12 +197,27 @@ def leave_word() -> None:
     """Let the other ranks know that this one has imported ds_muon. Needs a process group; never raises."""
     with suppress(Exception):
         store = _store() if dist.is_initialized() else None
-        if store is not None:
+        if store is not None and not store.check([_imported(dist.get_rank())]):
             store.set(_imported(dist.get_rank()), "")
+            store.add(_IMPORTED, 1)
+
+
+# How many ranks have left word.
+_IMPORTED = "ds_muon/imported"
 
 
 def _imported(rank: int) -> str:
-    return f"ds_muon/imported/{rank}"
+    return f"{_IMPORTED}/{rank}"
+
+
+def _absent(store: Any, keys: Sequence[str]) -> list[int]:
+    """The places of the keys that the store lacks. In few requests, because thousands of ranks may ask at once."""
+    if not keys or store.check(list(keys)):
+        return []
+    half = len(keys) // 2
+    if not half:
+        return [0]
+    return _absent(store, keys[:half]) + [half + place for place in _absent(store, keys[half:])]
 
 
 class RollCall:
@@ -248,7 +284,7 @@ class RollCall:
                 refusal = self._of_ranks_elsewhere(store, self._missing(store, here))
                 elsewhere_since = now  # those ranks may have come since, and another one is missing
             if now - start > strangers_after:
-                refusal = refusal or self._of_strangers(store, self._missing(store, here), now - start)
+                refusal = refusal or self._of_strangers(store, here, now - start)
                 strangers_after = math.inf
             if now - start > store.timeout.total_seconds():
                 refusal = self._of_ranks_missing(self._missing(store, here), now - start)
@@ -264,7 +300,7 @@ class RollCall:
             pause = min(2 * pause, 0.5)
 
     def _missing(self, store: Any, here: str) -> list[int]:
-        return [rank for rank in range(dist.get_world_size()) if not store.check([f"{here}/{rank}"])]
+        return _absent(store, [f"{here}/{rank}" for rank in range(dist.get_world_size())])
 
     def _of_ranks_elsewhere(self, store: Any, missing: Sequence[int]) -> str | None:
         elsewhere = [rank for rank in missing if store.check([f"{self._place()}/{rank}"])]
@@ -276,8 +312,11 @@ class RollCall:
             "DSMuon; read the same DeepSpeed config on every rank"
         )
 
-    def _of_strangers(self, store: Any, missing: Sequence[int], seconds: float) -> str | None:
-        strangers = [rank for rank in missing if not store.check([_imported(rank)])]
+    def _of_strangers(self, store: Any, here: str, seconds: float) -> str | None:
+        if store.add(_IMPORTED, 0) == dist.get_world_size():
+            return None
+        missing = self._missing(store, here)
+        strangers = [missing[place] for place in _absent(store, [_imported(rank) for rank in missing])]
         if not strangers:
             return None
         return (

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -14,23 +14,43 @@ from ds_muon.orthogonalize import NewtonSchulz
 from ds_muon.plan.partition import GroupPlan, Slice, Unit
 from ds_muon.ranges import profiled
 
+_Span: TypeAlias = tuple[int, int, int]
+"""A stretch of one of several flat tensors: index of that tensor, first element, elements."""
+
 
 @dataclass(frozen=True)
-class _Routes:
-    """The slices that go to every other rank, or come from it.
+class _Route:
+    """What goes to the other ranks, or comes from them.
 
     Attributes:
-        slices: in packing order, which is by rank.
+        spans: where it lies here, in packing order, which is by rank. What follows one another both here and in that
+            order is one span: a unit with a hundred holders is two, before and after the owner's own slice.
         counts: elements for each rank.
+        total: elements.
     """
 
-    slices: tuple[tuple[Unit, Slice], ...]
-    counts: tuple[int, ...]
+    spans: tuple[_Span, ...]
+    counts: list[int]
+    total: int
 
     @classmethod
-    def of(cls, by_rank: Sequence[Sequence[tuple[Unit, Slice]]]) -> _Routes:
-        counts = (sum(held.numel for _, held in of_rank) for of_rank in by_rank)
-        return cls(tuple(entry for of_rank in by_rank for entry in of_rank), tuple(counts))
+    def of(
+        cls, by_rank: Sequence[Sequence[tuple[Unit, Slice]]], place: Callable[[Unit, Slice], tuple[int, int]]
+    ) -> _Route:
+        """Of the slices for each rank; ``place`` says in which tensor a slice begins, and where."""
+        spans: list[_Span] = []
+        for unit, held in (entry for of_rank in by_rank for entry in of_rank):
+            index, start = place(unit, held)
+            before, first, numel = spans[-1] if spans else (-1, 0, 0)
+            if (before, first + numel) == (index, start):
+                spans[-1] = (index, first, numel + held.numel)
+            else:
+                spans.append((index, start, held.numel))
+        counts = [sum(held.numel for _, held in of_rank) for of_rank in by_rank]
+        return cls(tuple(spans), counts, sum(counts))
+
+    def views(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        return [flats[index].narrow(0, start, numel) for index, start, numel in self.spans]
 
 
 @dataclass
@@ -96,9 +116,10 @@ class Exchange:
         self._process_group = process_group
         self._device = device
         # Kept, because they are the same in every step and with many ranks take time on the host.
-        self._outgoing = _Routes.of(plan.outgoing(rank))
-        self._incoming = _Routes.of(plan.incoming(rank))
-        self._kept = tuple((unit, held) for unit in self.owned for held in unit.slices if held.rank == rank)
+        place = {unit.name: i for i, unit in enumerate(self.owned)}
+        self._outgoing = _Route.of(plan.outgoing(rank), lambda _, held: (0, held.offset))
+        self._incoming = _Route.of(plan.incoming(rank), lambda unit, held: (place[unit.name], held.start))
+        self._kept = tuple((i, held) for i, unit in enumerate(self.owned) for held in unit.slices if held.rank == rank)
 
     @profiled("exchange")
     def gather(self, partition: Tensor) -> Transfer:
@@ -113,13 +134,12 @@ class Exchange:
         if not self._active:
             return Transfer()
         device = self._device or partition.device
-        full = {unit.name: partition.new_empty(unit.piece.numel, device=device) for unit in self.owned}
-        for unit, held in self._kept:
-            _of_unit(full[unit.name], held).copy_(_of_partition(partition, held))
-        packed = _pack([_of_partition(partition, held) for _, held in self._outgoing.slices], like=partition).to(device)
-        targets = [_of_unit(full[unit.name], held) for unit, held in self._incoming.slices]
-        tensors = [full[unit.name].view(unit.rows, unit.cols) for unit in self.owned]
-        return self._all_to_all(packed, self._outgoing, self._incoming, targets, tensors)
+        full = [partition.new_empty(unit.piece.numel, device=device) for unit in self.owned]
+        for i, held in self._kept:
+            _of_unit(full[i], held).copy_(_of_partition(partition, held))
+        packed = _pack(self._outgoing.views([partition]), like=partition).to(device)
+        tensors = [flat.view(unit.rows, unit.cols) for unit, flat in zip(self.owned, full, strict=True)]
+        return self._all_to_all(packed, self._outgoing, self._incoming, self._incoming.views(full), tensors)
 
     @profiled("exchange")
     def scatter(self, outputs: Sequence[Tensor], partition: Tensor, dtype: torch.dtype) -> Transfer:
@@ -133,14 +153,13 @@ class Exchange:
         """
         if not self._active:
             return Transfer()
-        full = {unit.name: output.reshape(-1) for unit, output in zip(self.owned, outputs, strict=True)}
-        for unit, held in self._kept:
+        full = [output.reshape(-1) for _, output in zip(self.owned, outputs, strict=True)]
+        for i, held in self._kept:
             # Moved before it is converted: half the bytes, if that is to the host.
-            _of_partition(partition, held).copy_(_of_unit(full[unit.name], held).to(partition.device))
-        leaving = [_of_unit(full[unit.name], held) for unit, held in self._incoming.slices]
-        packed = _pack(leaving, like=partition.new_empty(0, dtype=dtype, device=self._device or partition.device))
-        targets = [_of_partition(partition, held) for _, held in self._outgoing.slices]
-        return self._all_to_all(packed, self._incoming, self._outgoing, targets, [])
+            _of_partition(partition, held).copy_(_of_unit(full[i], held).to(partition.device))
+        empty = partition.new_empty(0, dtype=dtype, device=self._device or partition.device)
+        packed = _pack(self._incoming.views(full), like=empty)
+        return self._all_to_all(packed, self._incoming, self._outgoing, self._outgoing.views([partition]), [])
 
     def take_part(self, *, back: bool, dtype: torch.dtype, device: torch.device) -> None:
         """Do a failed rank's part in a ``gather``, or a ``scatter``: send zeros, keep nothing.
@@ -152,21 +171,18 @@ class Exchange:
         """
         if self._active:
             there, here = (self._incoming, self._outgoing) if back else (self._outgoing, self._incoming)
-            self._all_to_all(torch.zeros(sum(there.counts), dtype=dtype, device=device), there, here, [], []).wait()
+            self._all_to_all(torch.zeros(there.total, dtype=dtype, device=device), there, here, [], []).wait()
 
     def _all_to_all(
-        self, packed: Tensor, sent: _Routes, received: _Routes, targets: list[Tensor], tensors: list[Tensor]
+        self, packed: Tensor, sent: _Route, received: _Route, targets: list[Tensor], tensors: list[Tensor]
     ) -> Transfer:
         self.sent_bytes += packed.nbytes
-        # Sent as bytes, because not every backend carries every dtype.
-        item = packed.element_size()
-        sizes_in = [item * count for count in sent.counts]
-        sizes_out = [item * count for count in received.counts]
-        output = torch.empty(sum(sizes_out), dtype=torch.uint8, device=packed.device)
-        work = dist.all_to_all_single(
-            output, packed.view(torch.uint8), sizes_out, sizes_in, group=self._process_group, async_op=True
-        )
-        return Transfer(tensors, work, packed, output.view(packed.dtype), targets)
+        output = packed.new_empty(received.total)
+        # Sent as rows of bytes, an element each, because not every backend carries every dtype.
+        there, back = (tensor.unsqueeze(1).view(torch.uint8) for tensor in (packed, output))
+        group = self._process_group
+        work = dist.all_to_all_single(back, there, received.counts, sent.counts, group=group, async_op=True)
+        return Transfer(tensors, work, packed, output, targets)
 
 
 def _of_unit(flat: Tensor, held: Slice) -> Tensor:

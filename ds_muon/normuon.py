@@ -48,15 +48,17 @@ class RowVariance:
         matrices = [(unit.tensor, matrix) for unit in plan.units for matrix in unit.matrices]
         for place, (tensor, matrix) in enumerate(matrices):
             of_tensor[tensor].append((place, matrix))
-        places: list[int] = []
+        places: list[tuple[int, int]] = []
+        rows = 0
         for name in names:
-            first = len(places)
+            first = rows
             for place, matrix in of_tensor[name]:
-                self._rows[matrix.name] = (len(places), matrix.sides[0])
-                places += [place] * matrix.sides[0]
-            self._of_tensor[name] = (first, len(places) - first)
-        # (rows, 1): of each row, the place of its matrix in the plan.
-        self._matrices = torch.tensor(places, dtype=torch.int64, device="cpu").unsqueeze(1)
+                self._rows[matrix.name] = (rows, matrix.sides[0])
+                places.append((place, matrix.sides[0]))
+                rows += matrix.sides[0]
+            self._of_tensor[name] = (first, rows - first)
+        # (2, matrices), in the order of their rows: place in the plan, and number of rows.
+        self._matrices = torch.tensor(places, dtype=torch.int64, device="cpu").view(-1, 2).T.contiguous()
 
     def begin(self, variance: Tensor, moves: Tensor) -> None:
         """Stage zeros, so that ``agree`` can add up what each rank stages.
@@ -69,7 +71,9 @@ class RowVariance:
             self._staged = torch.empty_like(variance)
             self._matrices = self._matrices.to(variance.device)
         self._staged.zero_()
-        self._moves = moves[self._matrices]
+        places, rows = self._matrices
+        of_rows = torch.repeat_interleave(moves[places], rows, output_size=variance.numel())
+        self._moves = of_rows.view_as(variance)
 
     def of(self, variance: Tensor, name: str) -> Tensor:
         """The (rows,) moments of one matrix, a view of the group's (rows, 1)."""

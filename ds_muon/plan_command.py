@@ -46,7 +46,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--link", type=rate, default=RATES.bytes_per_second / 1e9, metavar="GB/s",
-        help="for the times: rate of a rank's link (default: %(default)g)",
+        help="for the times: rate of a rank's link (default: %(default)g); between nodes, with --ranks-per-node",
+    )  # fmt: skip
+    parser.add_argument(
+        "--ranks-per-node", type=positive, metavar="N",
+        help="owners are then in the node that holds most of a matrix, where they can be (default: links are alike)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--link-in-node", type=rate, default=RATES.bytes_per_second_in_node / 1e9, metavar="GB/s",
+        help="for the times, with --ranks-per-node: rate of a rank's link in its node (default: %(default)g)",
     )  # fmt: skip
     parser.add_argument(
         "--bus", type=rate, default=50.0, metavar="GB/s",
@@ -76,7 +84,12 @@ def run(options: argparse.Namespace) -> int:
         tell(f"ds-muon plan: --ns-backend triton needs Triton: {how_to_install('triton')}", to=sys.stderr)
         return COULD_NOT_RUN
     settings = replace(plan_cost.default_settings(), backend=backend)
-    rates = Rates(1e12 * options.tflops, 1e9 * options.link)
+    rates = Rates(
+        1e12 * options.tflops,
+        1e9 * options.link,
+        bytes_per_second_in_node=1e9 * options.link_in_node,
+        ranks_per_node=options.ranks_per_node or 0,
+    )
     costs: dict[str, list[plan_cost.StepCost]] = {}
     routings: dict[str, list[plan_model.Row]] = {}
     try:

@@ -14,7 +14,8 @@ For the last, every holder needs the whole averaged gradient, which `reduce_scat
 Times are those of a model, no measurement: of a rank, its operations at the rate of the iteration, and then the bytes
 that it sends and receives at the rate of its link; of a step, those of the rank that takes longest, and 0.1 ms if
 anything is exchanged. The owners are the engine's, which it chooses by that model at 500 TFLOP/s and 100 GB/s; a step
-must be 2 % faster for an owner that holds nothing.
+must be 2 % faster for an owner that holds nothing. With a number of ranks per node, what stays in a node travels at a
+rate of its own, and among ranks that have time for a matrix, those of the node that holds most of it own it.
 
 Memory is the most that a rank can have allocated at the same time inside a step, beside its gradients, which AdamW's
 step needs as well: for what travels, and with the batch that Newton-Schulz works in. Beside it stands what Muon saves
@@ -29,7 +30,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from types import MappingProxyType
 
@@ -131,6 +132,7 @@ class StepCost:
         moved_bytes: over the network in a step, both ways, over all ranks; ours.
         moved_bytes_by_holders: the same, if owners are holders.
         busiest_bytes: sent or received by the rank that moves most, both ways; ours.
+        busiest_bytes_between_nodes: the same of what leaves or enters its node; None if nodes are not known.
         runs: matrices orthogonalized, over all ranks; ours.
         runs_each_holder: the same, if each holder does it.
         flops: operations of the iteration, each matrix once.
@@ -156,6 +158,7 @@ class StepCost:
     moved_bytes: int
     moved_bytes_by_holders: int
     busiest_bytes: int
+    busiest_bytes_between_nodes: int | None
     runs: int
     runs_each_holder: int
     flops: float
@@ -214,16 +217,19 @@ def step_cost(
         shapes: of each tensor, in the model's order.
         world_size: ranks, at least 1.
         settings: of the iteration.
-        rates: for the times; the owners are the engine's, whatever the rates.
+        rates: for the times; the owners are the engine's on such nodes, whatever the rates.
         normuon: whether results travel with NorMuon's factors, in fp32.
         pieces: which matrices lie where in a tensor, by its name; see ``make_plan``.
     """
     layout = flat_layout([math.prod(shape) for _, shape in shapes], world_size)
     size = element_bytes(settings, normuon=normuon)
     cost_of = cache(settings.cost)
-    plan = make_plan([shapes], [layout], world_size, cost_of, element_bytes=size, pieces=pieces)
+    nodes = rates.ranks_per_node
+    chosen_by = replace(RATES, ranks_per_node=nodes)
+    plan = make_plan([shapes], [layout], world_size, cost_of, rates=chosen_by, element_bytes=size, pieces=pieces)
     if_free, by_holders = (
-        with_owners(plan.groups, world_size, cost_of, rates=chosen_by, element_bytes=size) for chosen_by in (FREE, None)
+        with_owners(plan.groups, world_size, cost_of, rates=other, element_bytes=size)
+        for other in (FREE, replace(chosen_by, least_gain=1.0))
     )
     (group,) = plan.groups
     by_shape = Counter((matrix.rows, matrix.cols) for matrix in group.matrices)
@@ -240,6 +246,7 @@ def step_cost(
         moved_bytes=plan.moved_elements() * size,
         moved_bytes_by_holders=by_holders.moved_elements() * size,
         busiest_bytes=max(plan.moved_by_rank()) * size,
+        busiest_bytes_between_nodes=max(plan.moved_by_rank(nodes)) * size if nodes else None,
         runs=len(group.matrices),
         runs_each_holder=sum(len(unit.slices) * len(unit.matrices) for unit in group.units),
         flops=sum(count * cost_of(*shape) for shape, count in by_shape.items()),
@@ -325,8 +332,11 @@ def table(costs: Sequence[StepCost], bus: float) -> str:
         bus: bytes per second between host and accelerator, in one direction.
     """
     moves: list[tuple[str, ...]] = [
-        ("", "", "", "exchanged, MB:", "", "step, model, ms:", "", "runs:", "", "work of each holder,"),
-        ("ranks", "straddling", "moved", "by all", "busiest", "ours", "by holders", "ours", "each holder", "over ours"),
+        ("", "", "", "exchanged, MB:", "", "", "step, model, ms:", "", "runs:", "", "work of each holder,"),
+        (
+            *("ranks", "straddling", "moved", "by all", "busiest", "and between nodes"),
+            *("ours", "by holders", "ours", "each holder", "over ours"),
+        ),
     ]
     loads: list[tuple[str, ...]] = [
         ("", "TFLOP of a rank:", "", "", "most over mean:", "", "", "MB in a step:", "", "saved between"),
@@ -337,7 +347,12 @@ def table(costs: Sequence[StepCost], bus: float) -> str:
         ("ranks", "freed", "on the host", "in a step", "over the bus", "alone, ms"),
     ]
     for cost in costs:
-        exchanged = f"{cost.moved_bytes / 1e6:.0f}", f"{cost.busiest_bytes / 1e6:.1f}"
+        between = cost.busiest_bytes_between_nodes
+        exchanged = (
+            f"{cost.moved_bytes / 1e6:.0f}",
+            f"{cost.busiest_bytes / 1e6:.1f}",
+            "-" if between is None else f"{between / 1e6:.1f}",
+        )
         ms = f"{1e3 * cost.seconds:.2f}", f"{1e3 * cost.seconds_by_holders:.2f}"
         runs = str(cost.runs), str(cost.runs_each_holder), f"{cost.over_ours:.2f}"
         moves.append((str(cost.world_size), str(cost.straddling), str(cost.moved), *exchanged, *ms, *runs))
@@ -348,5 +363,5 @@ def table(costs: Sequence[StepCost], bus: float) -> str:
         offload = cost.offload
         sizes = (f"{n / 1e6:.0f}" for n in (offload.freed, offload.host, offload.step_memory, offload.bus_bytes))
         offloads.append((str(cost.world_size), *sizes, f"{1e3 * offload.seconds(bus):.1f}"))
-    blocks = columns(moves, 10 * "> "), columns(loads, 10 * "> "), columns(offloads, 6 * "> ")
+    blocks = columns(moves, 11 * "> "), columns(loads, 10 * "> "), columns(offloads, 6 * "> ")
     return "\n\n".join("\n".join(block) for block in blocks)

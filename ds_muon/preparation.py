@@ -10,7 +10,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from ds_muon.agree import agree, gather, raise_together
+from ds_muon.agree import agree, alike, gather, raise_together
 from ds_muon.blocks import described
 from ds_muon.config import DSMuonConfig, DSMuonConfigError
 from ds_muon.refusals import DSMuonRefusal, config_refusals, may_differ, model_refusals
@@ -47,13 +47,13 @@ def prepare(engine: Any, model: nn.Module) -> Prepared:
         may_differ,
     )
     agree("parameters", _routes(prepared.routing), "build the same model")
-    iterations = gather(prepared.iteration, None)
-    for rank, iteration in enumerate(iterations):
-        if iteration != iterations[0]:
-            raise DSMuonRefusal(
-                f"rank {rank} would run Newton-Schulz by {iteration}, rank 0 by {iterations[0]}: "
-                'set "ns_backend" and "ns_dtype" to what every rank can run'
-            )
+    if not alike(prepared.iteration, None):
+        iterations = gather(prepared.iteration, None)
+        rank, iteration = next((i, other) for i, other in enumerate(iterations) if other != iterations[0])
+        raise DSMuonRefusal(
+            f"rank {rank} would run Newton-Schulz by {iteration}, rank 0 by {iterations[0]}: "
+            'set "ns_backend" and "ns_dtype" to what every rank can run'
+        )
     return prepared
 
 

@@ -22,8 +22,10 @@ owns, what travels), ``exchange`` (slices there and back) and ``orthogonalize`` 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +35,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from torch import Tensor
 
-from ds_muon.agree import gather
+from ds_muon.agree import alike, gather
 from ds_muon.capture import NanCapture
 from ds_muon.exchange import element_bytes
 from ds_muon.failure import Failure
@@ -147,17 +149,26 @@ class MuonZeroOptimizer(MuonZeroBase):
                 )
             layouts.append(layout)
         normuon = self.optimizer.config.variant == "normuon"
+        # With CPU offload a matrix would travel over the bus as well, and take memory of the accelerator.
+        least_gain = 1.0 if self.cpu_offload else RATES.least_gain
         return make_plan(
             [self._shapes(i) for i in muon_groups],
             layouts,
             world_size,
             self.newton_schulz.cost,
-            # With CPU offload a matrix would travel over the bus as well, and take memory of the accelerator.
-            rates=None if self.cpu_offload else RATES,
+            rates=replace(RATES, ranks_per_node=self._ranks_per_node(), least_gain=least_gain),
             element_bytes=element_bytes(self.newton_schulz, normuon=normuon),
             stored=self.optimizer.routing.layouts(),
             pieces=self.optimizer.routing.pieces(),
         )
+
+    def _ranks_per_node(self) -> int:
+        """As the launcher says; 0 if it does not, or nodes differ. A collective."""
+        said = (os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"))
+        here = next((int(number) for number in said if number.isdecimal()), 0)
+        same = alike(str(here), self.dp_process_group)
+        every_rank = dist.get_world_size(self.dp_process_group) == dist.get_world_size()
+        return here if same and every_rank else 0
 
     # ---- the step -----------------------------------------------------------------------------------------------
 

@@ -4,18 +4,21 @@
                      + bytes of U and O it sends and receives / bytes per second of its link
     time of a step = the largest of these + a fixed time for each param group in which anything travels
 
-The model leaves out overlap, how well a shape runs, and how far apart two ranks are.
+The model leaves out overlap and how well a shape runs. To choose owners it takes all links to be alike, those between
+nodes. But among ranks that have time for a matrix, those of the node that holds most of it come first.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import TypeAlias
+from typing import NamedTuple
 
 # The search for the least time ends at this relative precision.
 _PRECISION = 1e-4
@@ -32,32 +35,38 @@ class Rates:
     Attributes:
         flops: operations of Newton-Schulz per second and rank.
         bytes_per_second: of a rank's link, sent and received together; ``math.inf`` makes travel free.
+        bytes_per_second_in_node: the same to ranks of its own node, where nodes are known.
         exchange_seconds: fixed time for each param group in which anything travels: to start collectives and copies.
         least_gain: the fraction of a step's time that must be gained, or owners stay holders. A smaller gain would be
-            lost in what the model leaves out.
+            lost in what the model leaves out. 1: they always do.
+        ranks_per_node: each so many ranks, in order, share a node; 0 if that is not known, or no matter.
 
     Raises:
-        ValueError: ``flops`` or ``bytes_per_second`` is not positive, ``exchange_seconds`` is negative, or
-            ``least_gain`` is not from 0 to below 1.
+        ValueError: ``flops`` or a link's rate is not positive, ``exchange_seconds`` or ``ranks_per_node`` is negative,
+            or ``least_gain`` is not from 0 to 1.
     """
 
     flops: float = 5e14
     bytes_per_second: float = 1e11
     exchange_seconds: float = 1e-4
     least_gain: float = 0.02
+    bytes_per_second_in_node: float = 4e11
+    ranks_per_node: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("flops", "bytes_per_second"):
+        for name in ("flops", "bytes_per_second", "bytes_per_second_in_node"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"Rates.{name} = {getattr(self, name)!r}: set a number above 0")
-        if not self.exchange_seconds >= 0:
-            raise ValueError(f"Rates.exchange_seconds = {self.exchange_seconds!r}: set 0 or a number above")
-        if not 0 <= self.least_gain < 1:
-            raise ValueError(f"Rates.least_gain = {self.least_gain!r}: set a number from 0 to below 1")
+        for name in ("exchange_seconds", "ranks_per_node"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"Rates.{name} = {getattr(self, name)!r}: set 0 or a number above")
+        if not 0 <= self.least_gain <= 1:
+            raise ValueError(f"Rates.least_gain = {self.least_gain!r}: set a number from 0 to 1")
 
-    def of_rank(self, operations: float, moved_bytes: int) -> float:
-        """Seconds that a rank spends on its matrices and on its bytes, sent and received."""
-        return operations / self.flops + moved_bytes / self.bytes_per_second
+    def of_rank(self, operations: float, moved_bytes: int, in_node: int = 0) -> float:
+        """Seconds that a rank spends on its matrices and on its bytes, sent and received, and those in its node."""
+        seconds = operations / self.flops + moved_bytes / self.bytes_per_second
+        return seconds + in_node / self.bytes_per_second_in_node if in_node else seconds
 
 
 RATES = Rates()
@@ -82,17 +91,20 @@ class Work:
     def elements(self) -> int:
         return sum(elements for _, elements in self.held)
 
-    @cached_property
-    def holders(self) -> tuple[tuple[int, int], ...]:
-        """``held``, the largest slice first."""
-        return tuple(sorted(self.held, key=lambda piece: (-piece[1], piece[0])))
+    def holders(self, ranks_per_node: int = 0) -> tuple[tuple[int, int], ...]:
+        """``held``: first the node that has most of the matrix, and in a node the largest slice."""
+        per_node = ranks_per_node or sys.maxsize
+        of_node: Counter[int] = Counter()
+        for rank, elements in self.held:
+            of_node[rank // per_node] += elements
+        return tuple(sorted(self.held, key=lambda piece: (-of_node[piece[0] // per_node], -piece[1], piece[0])))
 
     def travels(self, owner: int) -> bool:
         """Whether any slice must be sent to ``owner``."""
         return any(rank != owner for rank, _ in self.held)
 
 
-def least_loaded_holders(works: Sequence[Work], world_size: int) -> list[int]:
+def least_loaded_holders(works: Sequence[Work], world_size: int, ranks_per_node: int = 0) -> list[int]:
     """The owner of each matrix, if owners are holders: the least loaded one, the costliest straddling matrix first.
 
     A matrix with one holder stays there. A load is the cost of all matrices that a rank owns, in all groups.
@@ -104,8 +116,8 @@ def least_loaded_holders(works: Sequence[Work], world_size: int) -> list[int]:
             loads[work.held[0][0]] += work.cost
     for index in _costliest_first(works):
         if len(works[index].held) > 1:
-            # Among equally loaded holders, the one with the largest slice leaves the least to send.
-            owner = min(works[index].held, key=lambda piece: (loads[piece[0]], -piece[1], piece[0]))[0]
+            # Among equally loaded holders, the first one leaves the least to send to another node, or at all.
+            owner = min(works[index].holders(ranks_per_node), key=lambda piece: loads[piece[0]])[0]
             owners[index] = owner
             loads[owner] += works[index].cost
     return owners
@@ -114,9 +126,9 @@ def least_loaded_holders(works: Sequence[Work], world_size: int) -> list[int]:
 def choose_owners(works: Sequence[Work], world_size: int, rates: Rates, element_bytes: int) -> list[int]:
     """The owner of each matrix, holder or not, so that the model's time of a step is small.
 
-    Matrices are dealt out under a limit on every rank's time, the costliest first: to the holder of the largest slice
-    that stays within the limit, else to the rank with the least time. Bisection finds the smallest limit that works. So
-    no more travels than this balance needs.
+    Matrices are dealt out under a limit on every rank's time, the costliest first: to the first of ``Work.holders``
+    that stays within the limit, else to a rank of the node that holds most of it, else to the rank with the least time.
+    Bisection finds the smallest limit that works. So no more travels than this balance needs.
 
     Args:
         works: all matrices of all groups.
@@ -128,8 +140,8 @@ def choose_owners(works: Sequence[Work], world_size: int, rates: Rates, element_
         ``least_loaded_holders``, unless other owners make the step faster by ``rates.least_gain``. With free travel and
         ``least_gain`` 0, the largest load is at most the mean load plus the costliest matrix, within 0.01 %.
     """
-    owners = least_loaded_holders(works, world_size)
-    if world_size == 1 or not works:
+    owners = least_loaded_holders(works, world_size, rates.ranks_per_node)
+    if world_size == 1 or not works or rates.least_gain == 1:
         return owners
     held = [0] * world_size
     for work in works:
@@ -143,7 +155,11 @@ def choose_owners(works: Sequence[Work], world_size: int, rates: Rates, element_
     before = enough = max(kept.seconds)
     best: list[int] | None = None
     alike = groupby(_costliest_first(works), key=lambda index: (works[index].cost, works[index].held))
-    runs = [(works[indices[0]], indices) for indices in (list(run) for _, run in alike)]
+    runs = []
+    for indices in (list(run) for _, run in alike):
+        holders = works[indices[0]].holders(rates.ranks_per_node)
+        first = holders[0][0] - holders[0][0] % max(1, rates.ranks_per_node)
+        runs.append(_Run(works[indices[0]], indices, holders, range(world_size)[first : first + rates.ranks_per_node]))
     while enough - too_short > _PRECISION * enough:
         limit = (too_short + enough) / 2
         ledger = _Ledger(held, rates, element_bytes)
@@ -159,8 +175,14 @@ def choose_owners(works: Sequence[Work], world_size: int, rates: Rates, element_
     return best if after < before * (1 - rates.least_gain) else owners
 
 
-_Run: TypeAlias = tuple[Work, list[int]]
-"""A matrix, and the indices of those that are held as it is and cost as much."""
+class _Run(NamedTuple):
+    """A matrix, the indices of those that are held as it is and cost as much, and who comes first to own them."""
+
+    work: Work
+    indices: list[int]
+    holders: tuple[tuple[int, int], ...]
+    node: range
+    """The ranks of the node that has most of it; none if nodes are not known."""
 
 
 class _Ledger:
@@ -206,20 +228,25 @@ class _Ledger:
 
 def _deal(runs: Sequence[_Run], ledger: _Ledger, limit: float) -> list[int] | None:
     """Owners with which no rank takes longer than ``limit``, entered in ``ledger``. None if this finds none."""
-    owners = [0] * sum(len(indices) for _, indices in runs)
+    owners = [0] * sum(len(run.indices) for run in runs)
     # May hold outdated entries, but always a current one for each rank.
     idlest = [(seconds, rank) for rank, seconds in enumerate(ledger.seconds)]
     heapq.heapify(idlest)
-    for work, indices in runs:
+    for work, indices, holders, node in runs:
         given = 0
         # A holder that has no time for one has none for those that are like it.
-        for rank, held in work.holders:
+        for rank, held in holders:
             if taken := ledger.give(work, rank, held, len(indices) - given, limit):
                 for index in indices[given : given + taken]:
                     owners[index] = rank
                 given += taken
                 heapq.heappush(idlest, (ledger.seconds[rank], rank))
         for index in indices[given:]:
+            near = min(node, key=ledger.seconds.__getitem__, default=None)
+            if near is not None and ledger.give(work, near, dict(work.held).get(near, 0), 1, limit):
+                owners[index] = near
+                heapq.heappush(idlest, (ledger.seconds[near], near))
+                continue
             while idlest[0][0] != ledger.seconds[idlest[0][1]]:
                 heapq.heappop(idlest)
             owners[index] = rank = idlest[0][1]

@@ -17,7 +17,7 @@ from functools import cache
 from types import MappingProxyType
 
 from ds_muon.layout import Layout, Piece, out_and_in, whole
-from ds_muon.plan.owners import RATES, Rates, Work, choose_owners, least_loaded_holders
+from ds_muon.plan.owners import RATES, Rates, Work, choose_owners
 
 # ZeRO pads a partition to a multiple of this many elements, so that every partition starts on a 4-byte boundary.
 _ELEMENTS_PER_RANK = 2
@@ -200,12 +200,16 @@ class Plan:
         """Elements that cross the network each way in a step."""
         return sum(self.moved_by_rank()) // 2
 
-    def moved_by_rank(self) -> tuple[int, ...]:
-        """For each rank, the elements that it sends to owners and receives as an owner. As many travel back."""
+    def moved_by_rank(self, ranks_per_node: int = 1) -> tuple[int, ...]:
+        """For each rank, the elements that it sends to owners and receives as an owner. As many travel back.
+
+        Args:
+            ranks_per_node: counts only what travels between nodes of so many ranks.
+        """
         moved = [0] * len(self.loads)
         for unit in self.units:
             for held in unit.slices:
-                if held.rank != unit.owner:
+                if held.rank // ranks_per_node != unit.owner // ranks_per_node:
                     moved[held.rank] += held.numel
                     moved[unit.owner] += held.numel
         return tuple(moved)
@@ -218,8 +222,9 @@ class Plan:
             element_bytes: bytes per element that travels, both ways together.
         """
         exchanges = sum(bool(group.travellers) for group in self.groups)
-        ranks = zip(self.loads, self.moved_by_rank(), strict=True)
-        busiest = max(rates.of_rank(load, element_bytes * moved) for load, moved in ranks)
+        between = self.moved_by_rank(rates.ranks_per_node or 1)
+        ranks = zip(self.loads, between, self.moved_by_rank(), strict=True)
+        busiest = max(rates.of_rank(load, element_bytes * n, element_bytes * (every - n)) for load, n, every in ranks)
         return busiest + exchanges * rates.exchange_seconds
 
     @property
@@ -292,7 +297,7 @@ def make_plan(
     world_size: int,
     cost: Callable[[int, int], float],
     *,
-    rates: Rates | None = RATES,
+    rates: Rates = RATES,
     element_bytes: int = ELEMENT_BYTES,
     stored: Mapping[str, Layout] = _OUT_IN,
     pieces: Mapping[str, tuple[Piece, ...]] = _WHOLE,
@@ -304,8 +309,7 @@ def make_plan(
         layouts: ``flat_layout`` of each group.
         world_size: ranks that share the groups.
         cost: floating-point operations for one (rows, cols) matrix.
-        rates: of the machine, by which owners are chosen over all groups together; see ``choose_owners``. None takes
-            ``least_loaded_holders``.
+        rates: of the machine, by which owners are chosen over all groups together; see ``choose_owners``.
         element_bytes: bytes per element that travels, both ways together.
         stored: layout of tensors by name; "out_in" by default.
         pieces: of tensors by name, in order; by default a tensor is one matrix, and its shape is that of a matrix.
@@ -332,7 +336,7 @@ def with_owners(
     world_size: int,
     cost: Callable[[int, int], float],
     *,
-    rates: Rates | None = RATES,
+    rates: Rates = RATES,
     element_bytes: int = ELEMENT_BYTES,
 ) -> Plan:
     """The plan of groups whose units are cut, whoever owned them. Arguments as for ``make_plan``."""
@@ -346,10 +350,7 @@ def with_owners(
         for g, group in enumerate(groups)
         for unit in group.units
     ]
-    if rates is None:
-        owners = least_loaded_holders(works, world_size)
-    else:
-        owners = choose_owners(works, world_size, rates, element_bytes)
+    owners = choose_owners(works, world_size, rates, element_bytes)
     loads: list[float] = [0] * world_size
     for work, owner in zip(works, owners, strict=True):
         loads[owner] += work.cost

@@ -22,7 +22,7 @@ from torch import nn
 
 from ds_muon import Rates, flat_layout
 from ds_muon.plan.partition import FlatLayout, cut
-from tests.unit.support.random_plans import FREE, Shape, plan_of, routes, shapes_of_a_group, world_sizes
+from tests.unit.support.random_plans import FREE, HOLDERS, Shape, plan_of, routes, shapes_of_a_group, world_sizes
 
 HARD = {
     "all_four_hold_a_piece": (4, [(48, 48)]),
@@ -229,15 +229,15 @@ def test_the_hard_cases_are_cut_where_zero_cuts_them() -> None:
 @given(
     groups=st.lists(shapes_of_a_group, min_size=1, max_size=2),
     world_size=st.integers(1, 12),
-    rates=st.sampled_from([None, FREE, DEAR]),
+    rates=st.sampled_from([HOLDERS, FREE, DEAR]),
 )
-@example([HARD["all_four_hold_a_piece"][1]], 4, None)
-@example([HARD["one_element_of_the_second"][1]], 2, None)
-@example([HARD["three_ranks_one_matrix"][1]], 3, None)
-@example([HARD["ranks_with_padding_only"][1]], 4, None)
+@example([HARD["all_four_hold_a_piece"][1]], 4, HOLDERS)
+@example([HARD["one_element_of_the_second"][1]], 2, HOLDERS)
+@example([HARD["three_ranks_one_matrix"][1]], 3, HOLDERS)
+@example([HARD["ranks_with_padding_only"][1]], 4, HOLDERS)
 @example([[(8, 8)] * 5], 4, FREE)
 def test_what_one_rank_sends_is_what_the_other_expects(
-    groups: list[list[Shape]], world_size: int, rates: Rates | None
+    groups: list[list[Shape]], world_size: int, rates: Rates
 ) -> None:
     plan = plan_of(groups, world_size, rates)
     elements = 0

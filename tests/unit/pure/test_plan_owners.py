@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_muon import Rates
+from ds_muon.plan.owners import Work, choose_owners
 from tests.unit.support.random_plans import FREE, Shape, cost, plan_of, routes, shapes_of_a_group, world_sizes
 
 # ---- owners and load ------------------------------------------------------------------------------------------------
@@ -188,9 +190,53 @@ def test_a_matrix_may_move_for_the_work_in_another_group() -> None:
     assert plan.groups[1].units[0].moved
 
 
+# ---- nodes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rates", [Rates(ranks_per_node=4), replace(FREE, ranks_per_node=4)], ids=["usual", "free"])
+def test_among_idle_ranks_the_owner_is_in_the_node_that_holds_most(rates: Rates) -> None:
+    # Of 16 equal slices in four nodes of four, the first matrix has 6 and the second 10.
+    first, second = plan_of([[(6, 32), (10, 32)]], 16, rates).units
+    assert (first.holders, second.holders) == (tuple(range(6)), tuple(range(6, 16)))
+    assert first.owner // 4 == 0 and second.owner // 4 in (2, 3)
+    unknown = plan_of([[(6, 32), (10, 32)]], 16, Rates()).units
+    assert unknown[1].owner // 4 == 1
+
+
+def test_a_matrix_moves_within_its_node_if_a_rank_there_has_time() -> None:
+    # Rank 4 of eight has two large matrices, and each other rank a small one.
+    works = [Work(0, 10, ((4, 100),))] * 2 + [Work(0, 1, ((rank, 10),)) for rank in range(8) if rank != 4]
+    rates = Rates(1.0, 1e9, exchange_seconds=0.0)
+    assert set(choose_owners(works, 8, rates, 1)[:2]) == {4, 0}
+    assert set(choose_owners(works, 8, replace(rates, ranks_per_node=4), 1)[:2]) == {4, 5}
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(groups=st.lists(shapes_of_a_group, min_size=1, max_size=3), world_size=st.integers(1, 9))
+def test_one_node_is_as_if_nodes_were_not_known(groups: list[list[Shape]], world_size: int) -> None:
+    nodes = Rates(1.0, 0.01, ranks_per_node=world_size)
+    assert plan_of(groups, world_size, nodes) == plan_of(groups, world_size, replace(nodes, ranks_per_node=0))
+
+
+def test_what_stays_in_a_node_takes_the_time_of_the_link_there() -> None:
+    plan = plan_of([[(6, 32), (10, 32)]], 16, Rates(ranks_per_node=4))
+    rates = Rates(math.inf, 2.0, exchange_seconds=0.0, bytes_per_second_in_node=8.0, ranks_per_node=4)
+    # The busiest owner gets 9 slices of 32 elements, of which 6 come from other nodes.
+    assert max(plan.moved_by_rank()) == 9 * 32 and max(plan.moved_by_rank(4)) == 6 * 32
+    assert plan.seconds(rates, element_bytes=1) == 6 * 32 / 2.0 + 3 * 32 / 8.0
+    assert plan.seconds(replace(rates, ranks_per_node=0), element_bytes=1) == 9 * 32 / 2.0
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("flops", 0.0), ("bytes_per_second", -1.0), ("exchange_seconds", -1e-3), ("least_gain", 1.0)],
+    [
+        ("flops", 0.0),
+        ("bytes_per_second", -1.0),
+        ("bytes_per_second_in_node", 0.0),
+        ("exchange_seconds", -1e-3),
+        ("ranks_per_node", -1),
+        ("least_gain", 1.5),
+    ],
 )
 def test_rates_that_make_no_sense_are_refused(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"Rates\.{name} = {value}"):

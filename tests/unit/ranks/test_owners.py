@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
+from ds_muon import zero
 from ds_muon.replay import read_capture
 from ds_muon.verify import UpdateRecord
 from ds_muon.verify.inject import FAULTS, found
@@ -95,3 +96,21 @@ def test_every_planted_fault_is_found_whoever_owns_a_matrix(fault: str) -> None:
     config = ds_config({"weight_decay": 0.01, "adam_weight_decay": 0.1}, gradient_clipping=1.0)
     for records in run_ranks(2, check_gpt_owned, "next", config, fault):
         assert found(fault, records)
+
+
+def nodes_by(numbers: list[str]) -> int:
+    """What the engine makes of the launcher's number of ranks per node, which each rank reads in its environment."""
+    usual = {name: "" for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")}
+    with mock.patch.dict(os.environ, {**usual, "LOCAL_SIZE": numbers[torch.distributed.get_rank()]}):
+        planned: list[Any] = []
+        make_plan = zero.make_plan
+        with mock.patch.object(zero, "make_plan", lambda *args, **how: planned.append(how) or make_plan(*args, **how)):
+            start_groups(SHAPES, ds_config({}))
+    return int(planned[0]["rates"].ranks_per_node)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "known"), [(["1", "1"], 1), (["2", "2"], 2), (["1", "2"], 0), (["", ""], 0), (["2", ""], 0)]
+)
+def test_the_plan_knows_nodes_by_the_launcher_if_all_ranks_read_the_same(numbers: list[str], known: int) -> None:
+    assert run_ranks(2, nodes_by, numbers) == [known, known]

@@ -19,12 +19,15 @@ world_sizes = st.one_of(st.integers(1, 9), st.integers(1, 1000))
 # Moving costs nothing; and moving pays sometimes, for matrices of the sizes that are drawn here.
 FREE = Rates(1.0, math.inf, exchange_seconds=0.0, least_gain=0.0)
 
+# Owners are always holders.
+HOLDERS = Rates(least_gain=1.0)
+
 
 def cost(rows: int, cols: int) -> int:
     return min(rows, cols) ** 2 * max(rows, cols)
 
 
-def plan_of(groups: list[list[Shape]], world_size: int, rates: Rates | None = None, **layout: Any) -> Plan:
+def plan_of(groups: list[list[Shape]], world_size: int, rates: Rates = HOLDERS, **layout: Any) -> Plan:
     """Owners are holders, unless rates are given."""
     named = [[(f"g{g}.p{i}", shape) for i, shape in enumerate(group)] for g, group in enumerate(groups)]
     layouts = [flat_layout([math.prod(shape) for shape in group], world_size, **layout) for group in groups]
