@@ -27,6 +27,7 @@ ENGINE_METHODS = (
     "managed_gradient_accumulation",
     "_scheduler_from_config",
     "_configure_lr_scheduler",
+    "step",
     "load_checkpoint",
     "_get_all_ckpt_names",
     "_load_checkpoint",

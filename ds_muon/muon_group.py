@@ -137,7 +137,7 @@ class MuonGroup:
             dtype = torch.float32 if self._met == 1 else result_dtype(self._settings, normuon=variance is not None)
             self.exchange.take_part(back=self._met == 2, dtype=dtype, device=moves.device)
         elif self.row_variance is not None and variance is not None:
-            self.row_variance.begin(variance, moves)
+            self.row_variance.begin(variance.to(moves.device), moves)  # it may be offloaded
             self.row_variance.agree()
 
     def updates(
@@ -303,6 +303,10 @@ class MuonGroup:
     def sizes(self, partition: Tensor) -> Tensor:
         """What is finite exactly if all updates in this rank's partition are. On the host, a number of each batch."""
         return partition if self.on_host is None else self.on_host.sizes()
+
+    def sum_of_squares(self, partition: Tensor) -> Tensor:
+        """Of all updates in this rank's partition: fp64, where they are."""
+        return sum_of_squares(partition) if self.on_host is None else self.on_host.sum_of_squares()
 
     def nonfinite(self, partition: Tensor | None) -> list[str]:
         """The matrices with a value in this rank's partition that is not finite. Blocks the host.

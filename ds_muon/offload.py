@@ -261,5 +261,10 @@ class HostPart:
             ]
         )
 
+    def sum_of_squares(self) -> Tensor:
+        """Of all updates: fp64 on the host."""
+        squares = [sum_of_squares(part.update.float()) * part.scale**2 for part in self.stretches()]
+        return torch.stack(squares).sum()
+
     def _offset(self, part: Tensor) -> int:
         return int(part.storage_offset() - self._partition.storage_offset())

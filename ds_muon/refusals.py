@@ -169,10 +169,9 @@ def model_refusals(model: nn.Module, mpu: Any) -> list[str]:
 
 
 def nothing_to_step_on(zero: Any) -> str | None:
-    """Why this rank cannot take part in a step at all, and what to do; None if it can.
+    """Why this rank has no gradients that could be taken, and what to do; None if it has.
 
-    Without gradients there is nothing that ranks could agree by. A script that leaves out the backward pass on one rank
-    alone has left the others waiting in it.
+    It may be so on one rank alone, as where only that one has offloaded its states.
 
     Args:
         zero: the ZeRO optimizer, not modified.

@@ -53,6 +53,7 @@ def register() -> None:
         _configure_zero_optimizer,
         _scheduler_from_config,
         _configure_lr_scheduler,
+        step,
         *engine_methods.WRAPPERS,
     ):
         _wrap(engine, wrapper.__name__, wrapper)
@@ -179,6 +180,16 @@ def _configure_zero_optimizer(original: Callable[..., Any], engine: Any, optimiz
     if dist.get_rank() == 0:
         log(zero_optimizer.plan.summary(), logging.INFO)
     return zero_optimizer
+
+
+def step(original: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:
+    """Of a step that has raised, DeepSpeed's engine thinks that it goes on: all backward passes would end one."""
+    try:
+        original(*args, **kwargs)
+    except Exception:
+        if _uses_dsmuon(engine):
+            engine._running_engine_step = False
+        raise
 
 
 def _telemetry_every(engine: Any, every: int | None) -> int:

@@ -158,6 +158,9 @@ def bad_updates(zero: MuonZeroBase, gradients: Sequence[Tensor], findings: Findi
     """The matrices whose updates are not finite on any rank, and the cause, for ``Skips.explain``; "" without any.
 
     A collective that blocks the host, where there are any.
+
+    Raises:
+        Exception: a rank could not look at them. The others raise a ``RuntimeError`` that quotes it.
     """
     if findings.updates == FINITE:
         return ""
@@ -170,6 +173,7 @@ def bad_updates(zero: MuonZeroBase, gradients: Sequence[Tensor], findings: Findi
             )
             for i, group in enumerate(zero.muon_groups)
         ]
+    zero.failure.raise_on_all()
     everywhere = [of_group for of_rank in gather(found, zero.dp_process_group) for of_group in of_rank]
     bad = {name for of_updates, _ in everywhere for name in of_updates}
     bad_momentum = {name for _, of_momentum in everywhere for name in of_momentum}

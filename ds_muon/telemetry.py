@@ -117,6 +117,8 @@ class _ObservedStep:
 
             wrap(zero, "stage", self._stage)
             wrap(zero, "decide", self._decide)
+            # Of the class: a transfer that knew its own wrapper would keep its matrices until garbage is collected.
+            wrap(Transfer, "wait", self._exchange)
             for group in zero.muon_groups:
                 wrap(group, "orthogonalize", self._orthogonalize)
                 wrap(group.exchange, "gather", self._exchange)
@@ -127,7 +129,8 @@ class _ObservedStep:
         original(gradients, verdict)
         with self._looking():
             # Before ``commit``, which overwrites them.
-            self._updates = [sum_of_squares(gradient) for gradient in gradients[: len(self._zero.muon_groups)]]
+            groups = zip(self._zero.muon_groups, gradients, strict=False)
+            self._updates = [group.sum_of_squares(updates) for group, updates in groups]
 
     def _decide(self, original: Callable[..., Findings], *args: Any) -> Findings:
         self._findings = original(*args)
@@ -151,17 +154,9 @@ class _ObservedStep:
         if name == self._sampled[0]:
             self._looks[f"off_orthogonal/{name}"] = distance_from_orthogonal(o).item
 
-    def _exchange(self, original: Callable[..., Transfer], *args: Any) -> Transfer:
+    def _exchange(self, original: Callable[..., Any], *args: Any) -> Any:
         with self._clock.timing("exchange"):
-            transfer = original(*args)
-        wait = transfer.wait
-
-        def timed() -> list[Tensor]:
-            with self._clock.timing("exchange"):
-                return wait()
-
-        transfer.wait = timed  # type: ignore[method-assign]
-        return transfer
+            return original(*args)
 
     def values(self) -> dict[str, float]:
         """What was found, by name. A collective that blocks the host, unless the step was skipped."""

@@ -35,7 +35,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from torch import Tensor
 
-from ds_muon.agree import alike
+from ds_muon.agree import alike, gather
 from ds_muon.capture import NanCapture
 from ds_muon.exchange import element_bytes
 from ds_muon.failure import Failure
@@ -186,8 +186,6 @@ class MuonZeroOptimizer(MuonZeroBase):
             NonFiniteUpdate: on every rank. An update is not finite, and ``nan_guard`` is "raise" or a rank has captured
                 the input. With ``nan_guard`` "off", a capture raises in the next step.
         """
-        if refusal := nothing_to_step_on(self):
-            raise DSMuonRefusal(refusal)
         with ExitStack() as instruments:
             for instrument in (self.telemetry, self.training_check):
                 if instrument is not None:
@@ -196,12 +194,13 @@ class MuonZeroOptimizer(MuonZeroBase):
         self.timers.log(deepspeed_zero.OPTIMIZER_TIMERS)
 
     def _step_all_groups(self) -> None:
-        self.micro_step_id = deepspeed_zero.INITIAL_MICRO_STEP_ID
         self.steps += 1
         self.failure.step = self.steps
         gradients: list[Tensor] = []
         with self._timed(deepspeed_zero.OPTIMIZER_GRADIENTS_TIMER):
             with self.failure.held("take_gradients"):
+                if refusal := nothing_to_step_on(self):
+                    raise DSMuonRefusal(refusal)
                 gradients = self.take_gradients()
                 if refusal := step_refusal(self, self._frozen):
                     raise DSMuonRefusal(refusal)
@@ -210,6 +209,8 @@ class MuonZeroOptimizer(MuonZeroBase):
             self.stage(gradients, verdict)
             findings = self.decide(gradients, verdict)
             if findings.updates == FAILED:
+                if any(gather(bool(gradients), self.dp_process_group)):
+                    self._release_gradients()  # a rank that was refused has not taken its own
                 self.failure.raise_on_all()
             # A spike or a bad kernel says nothing about the loss scale.
             self._update_scale(not findings.gradients_are_finite)
@@ -232,16 +233,22 @@ class MuonZeroOptimizer(MuonZeroBase):
         Releases DeepSpeed's own gradient buffers. With CPU offload the gradients are on the host, and the host waits
         until the last have come.
         """
+        self.micro_step_id = deepspeed_zero.INITIAL_MICRO_STEP_ID
         self._wait_for_offload_copies()
         self._arrived.clear()
         self._sent.clear()
-        groups = range(len(self.bit16_groups))
         try:
-            return [self._take_gradient(i) for i in groups]
+            return [self._take_gradient(i) for i in range(len(self.bit16_groups))]
         except Exception:
-            for i in groups:
-                self._release_gradient(i)  # the next step would add to them
+            self._release_gradients()
             raise
+
+    def _release_gradients(self) -> None:
+        """Forget DeepSpeed's own gradients, to which the next step would add."""
+        self.micro_step_id = deepspeed_zero.INITIAL_MICRO_STEP_ID
+        self._arrived.clear()
+        for i in range(len(self.bit16_groups)):
+            self._release_gradient(i)
 
     def _take_gradient(self, group_index: int) -> Tensor:
         fragments = self.averaged_gradients[group_index]

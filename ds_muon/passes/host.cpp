@@ -6,10 +6,16 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define VECTORIZED __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
+#if !defined(__x86_64__) || !defined(__GNUC__) || defined(__clang__)
 #define VECTORIZED
+#define FUSING
+#elif __GNUC__ >= 12
+#define VECTORIZED __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define FUSING VECTORIZED
+#else
+// No levels yet; "avx2" cannot fuse, and "fma" has shorter vectors of integers.
+#define VECTORIZED __attribute__((target_clones("avx512f", "avx2", "default")))
+#define FUSING __attribute__((target_clones("avx512f", "fma", "default")))
 #endif
 
 namespace {
@@ -81,7 +87,7 @@ ROUND(BFloat16)
 
 struct AdamW { float keep, rest1, beta2, rest2, root, eps, rate; };
 
-VECTORIZED void adamw(float* __restrict w, const float* __restrict g, float* __restrict m, float* __restrict v,
+FUSING void adamw(float* __restrict w, const float* __restrict g, float* __restrict m, float* __restrict v,
                       int64_t count, AdamW to) {
     for (int64_t i = 0; i < count; ++i) {
         // Where torch fuses, so that the moments have its bits.

@@ -9,12 +9,18 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import math
+import os
+import platform
+import shlex
+import subprocess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
 from torch.utils import cpp_extension
 
+from ds_muon.files import writing
 from ds_muon.layout import Piece
 from ds_muon.passes import torch_passes
 from ds_muon.passes.segments import SPAN, Segments, Where
@@ -23,23 +29,46 @@ from ds_muon.passes.torch_passes import of_matrices, store_updates, sums_across
 __all__ = ["adamw_", "advance_momentum_", "apply_update_", "store_updates", "sum_of_squares"]
 
 # No fused multiply-adds. Vectors as long as the machine has them are chosen when the library is loaded.
-_FLAGS = ["-O3", "-std=c++20", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+_FLAGS = ["-O3", "-std=c++2a", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 _int, _long, _float, _address = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
+def _built() -> ctypes.CDLL:
+    """The library, from where it is kept, or compiled.
+
+    Several ranks may compile at the same time, each for itself: none waits for a lock, which one that was killed would
+    have left. The folder need not be writable.
+
+    Raises:
+        OSError: there is no compiler, or no folder from which programs may be loaded.
+        RuntimeError: the compiler's words.
+    """
+    source = Path(__file__).with_name("host.cpp").read_bytes()
+    command = [*shlex.split(os.environ.get("CXX") or "c++"), *_FLAGS, "-shared", "-fPIC", "-x", "c++", "-"]
+    # Another source or machine must not meet this one's library.
+    key = hashlib.sha256(source + repr((command, platform.machine())).encode()).hexdigest()[:8]
+    folder = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
+    kept = Path(folder, f"ds_muon_host_{key}.so")
+    if kept.exists():
+        return ctypes.CDLL(str(kept))
+    with TemporaryDirectory() as temporary:
+        made = Path(temporary, kept.name)
+        done = subprocess.run([*command, "-o", str(made)], input=source, capture_output=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{shlex.join(command)} fails: {done.stderr.decode(errors='replace').strip()[:1000]}")
+        try:
+            with writing(kept) as stream:
+                stream.write(made.read_bytes())
+        except OSError:
+            return ctypes.CDLL(str(made))
+    return ctypes.CDLL(str(kept))
+
+
 def _compiled() -> ctypes.CDLL:
-    source = Path(__file__).with_name("host.cpp")
-    path = cpp_extension.load(
-        # Another version of the source must not meet this one's library.
-        f"ds_muon_host_{hashlib.sha256(source.read_bytes()).hexdigest()[:8]}",
-        [str(source)],
-        extra_cflags=_FLAGS,
-        extra_ldflags=["-fopenmp"],
-        is_python_module=False,
-    )
-    library = ctypes.CDLL(str(path))
+    """The library, with the types of its functions."""
+    library = _built()
     for name, types in {
         "advance": [_address, _address, _address, _int, _long, _float, _float, _int, _int],
         "apply": [_address, _address, _int, _address, _int, _long, _float, _float, _float],

@@ -166,6 +166,11 @@ class StepComparison:
         for hook in self._hooks:
             hook.remove()
 
+    def forget(self) -> None:
+        """Drop the gradients of a step that will not be."""
+        for watched in self._watched:
+            watched.clear()
+
     def before_step(self) -> None:
         """Average the raw gradients of all ranks; remember weights and settings. Once ZeRO has reduced them all."""
         view, all_watched = self.view, self._watched

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from ds_muon.agree import gather
+from ds_muon.refusals import nothing_to_step_on
 from ds_muon.say import log, say
 from ds_muon.verify.canary import Canary
 from ds_muon.verify.check import StepComparison
@@ -57,6 +59,12 @@ class TrainingCheck:
         """Around the optimizer's step, on every rank; collective in the steps that are checked."""
         name, canary = self._name, self._canary if self._comparison is not None else None
         if self._comparison is not None:
+            refused = gather(nothing_to_step_on(self._zero) is not None, self._zero.dp_process_group)
+            if any(refused):
+                if not all(refused):
+                    self._comparison.forget()  # the others' gradients go with the step
+                yield  # what is refused is raised here
+                return
             self._comparison.before_step()
         with nullcontext() if canary is None else canary.listening(name):
             yield

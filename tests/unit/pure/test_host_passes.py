@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import platform
+import subprocess
 import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -197,3 +200,33 @@ def test_passes_on_the_host_are_compiled_once_asked_for_and_torchs_where_there_i
     monkeypatch.undo()
     monkeypatch.setattr(passes, "_COMPILED", {})
     assert passes.compile_for_host() is host_passes and passes._kernels(torch.device("cpu")) is host_passes
+
+
+def test_a_rank_that_compiles_waits_for_no_lock_and_keeps_the_library_where_it_can(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "extensions"
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(folder))
+    monkeypatch.setattr(host_passes, "_FLAGS", [flag for flag in host_passes._FLAGS if flag != "-O3"])  # sooner done
+    with mock.patch.object(host_passes, "writing", side_effect=PermissionError("read-only")):
+        assert host_passes._compiled().ds_muon_squares and not folder.exists()
+    assert host_passes._compiled().ds_muon_squares
+    (kept,) = folder.iterdir()
+    with mock.patch.object(subprocess, "run", side_effect=AssertionError("compiled again")):
+        assert host_passes._compiled()._name == str(kept)
+
+
+def test_the_compilers_words_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "c++ -include no_such_header.h")
+    with pytest.raises(RuntimeError, match=r"(?s)no_such_header.* fails: .*No such file"):
+        host_passes._compiled()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="of x86")
+@pytest.mark.parametrize(("version", "levels"), [(11, False), (12, True)])
+def test_gcc_before_12_is_given_features_in_place_of_levels(version: int, levels: bool) -> None:
+    source = Path(host_passes.__file__).with_name("host.cpp")
+    command = ["g++", "-std=c++2a", "-U__GNUC__", f"-D__GNUC__={version}", "-E", str(source)]
+    read = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert ("arch=x86-64" in read, '"avx512f"' in read) == (levels, not levels)

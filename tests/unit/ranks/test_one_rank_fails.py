@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from tests.unit.support.bad_steps import model_matches
 from tests.unit.support.cases import full, in_turns
-from tests.unit.support.drills import COMMIT, MOMENTUM, PLACES, fail_at, gradients_of, killed, load_after
+from tests.unit.support.drills import COMMIT, MOMENTUM, PLACES, NoMemory, fail_at, gradients_of, killed, load_after
 from tests.unit.support.models import ds_config, full_momentum, full_weights, start_groups, train_step
 from tests.unit.support.ranks import DEVICE, RankFailure, run_ranks
 from tests.unit.support.steps import SHAPES, exact_gradients, state_by_key
@@ -68,13 +70,15 @@ def averaged(step: int) -> dict[str, Tensor]:
     bad_rank=[1, 0],
     stage=[1, 2],
     dtype=["bfloat16", "float32"],
+    managed=[False, True],
 )
 def test_a_rank_that_fails_before_the_commit_stops_all_and_no_weight_moves(
-    params: dict[str, Any], offload: bool, bad_rank: int, stage: int, dtype: str
+    params: dict[str, Any], offload: bool, bad_rank: int, stage: int, dtype: str, managed: bool
 ) -> None:
     zero = {"offload_optimizer": {"device": "cpu"}} if offload else {}
     # Of such a model DeepSpeed adds to the gradients that it still has.
-    config = ds_config(params, stage=stage, zero=zero, dtype=dtype, data_types={"grad_accum_dtype": "fp32"})
+    of_models = {"managed_gradient_accumulation": managed, "data_types": {"grad_accum_dtype": "fp32"}}
+    config = ds_config(params, stage=stage, zero=zero, dtype=dtype, **of_models)
     ranks = run_ranks(2, fail_everywhere, config, bad_rank, timeout=60.0)
     for number, (place, (phase, _, _)) in enumerate(PLACES.items(), start=1):
         error, quoted = ranks[bad_rank][place], ranks[1 - bad_rank][place]
@@ -82,6 +86,32 @@ def test_a_rank_that_fails_before_the_commit_stops_all_and_no_weight_moves(
         assert quoted.startswith(f"RuntimeError: rank {bad_rank} stopped, and this rank with it. {error}. In {phase}, ")
         assert f", step {2 * number} since start" in quoted
         assert (". Nothing has moved on any rank" in quoted) == (phase in ("take_gradients", "measure"))
+
+
+def fail_in_explaining(config: dict[str, Any]) -> list[str]:
+    """What two steps raise: an update of the first is not finite, and rank 1 fails as it looks for it."""
+    engine = start_groups(SHAPES, config, groups=2)
+    group, said = engine.optimizer.muon_groups[0], []
+    original = group.orthogonalize
+    with mock.patch.object(group, "orthogonalize", lambda batch: original(batch).mul_(torch.nan)), ExitStack() as stack:
+        if dist.get_rank() == 1:
+            stack.enter_context(mock.patch.object(group, "nonfinite", side_effect=NoMemory("none for its name")))
+        for step in range(2):
+            try:
+                train_step(engine, gradients_of(engine, step))
+                said.append("nothing")
+            except Exception as error:
+                said.append(f"{type(error).__name__}: {error}")
+            stack.close()
+            group.orthogonalize = original
+    engine.destroy()
+    return said
+
+
+def test_a_rank_that_cannot_say_which_update_is_bad_stops_all_in_that_step() -> None:
+    (quoted, *then), (error, *so) = run_ranks(2, fail_in_explaining, ds_config({"nan_guard": "skip"}))
+    assert error == "NoMemory: none for its name" and error in quoted and quoted.startswith("RuntimeError: rank 1")
+    assert then == so == ["nothing"]
 
 
 def fail_in_commit(config: dict[str, Any], place: str, folder: str) -> list[str]:

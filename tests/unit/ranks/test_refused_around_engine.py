@@ -91,6 +91,50 @@ def test_what_one_rank_alone_refuses_stops_all_before_anything_moves(nan_guard: 
         assert before.keys() == unmoved.keys() and all(torch.equal(unmoved[name], before[name]) for name in before)
 
 
+def away_on_one_rank(config: dict[str, Any]) -> tuple[str, dict[str, Tensor]]:
+    """One rank alone has offloaded its states: what all are told, and the weights after good steps that follow."""
+    engine = start(PrescribedGradients(SHAPES), config)
+    train_step(engine, gradients_of(engine, 0))
+    engine.backward(engine(gradients_of(engine, 1)))
+    here = torch.distributed.get_rank() == 1
+    if here:
+        away(engine)
+    error = error_of(engine.step)
+    if here:
+        engine.reload_states()
+    train_step(engine, gradients_of(engine, 2))
+    weights, check = full_weights(engine), engine.optimizer.training_check
+    assert check is None or check.last is None or check.last.ok, check.last
+    engine.destroy()
+    return error, weights
+
+
+def train_twice(config: dict[str, Any]) -> dict[str, Tensor]:
+    engine = start(PrescribedGradients(SHAPES), config)
+    for step in (0, 2):
+        train_step(engine, gradients_of(engine, step))
+    weights = full_weights(engine)
+    engine.destroy()
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("stage", "params", "top"),
+    [(1, {"variant": "normuon"}, {}), (2, {"verify_every": 1}, {"dtype": "bfloat16"}),
+     (1, {"verify_every": 1}, {"dtype": "bfloat16", "data_types": {"grad_accum_dtype": "fp32"}}),
+     (2, {"nan_guard": "skip"}, {"dtype": "bfloat16", "data_types": {"grad_accum_dtype": "fp32"}})],
+)  # fmt: skip
+def test_a_rank_that_alone_has_no_gradients_to_take_stops_all_and_the_next_step_is_right(
+    stage: int, params: dict[str, Any], top: dict[str, Any]
+) -> None:
+    config = ds_config(params, stage=stage, **top)
+    found = run_ranks(2, away_on_one_rank, config, timeout=30.0)
+    assert found[1][0].startswith("DSMuonRefusal: engine.step() while")
+    assert found[0][0].startswith("RuntimeError: rank 1 stopped, and this rank with it. DSMuonRefusal: engine.step()")
+    expected = run_ranks(2, train_twice, config)[0]
+    assert all(torch.equal(found[0][1][name], weight) for name, weight in expected.items())
+
+
 def test_misuse_is_refused_with_the_remedy_on_every_rank_and_a_good_step_follows() -> None:
     first, second = run_ranks(2, misuse, ds_config())
     assert first == second
