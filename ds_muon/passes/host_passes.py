@@ -96,10 +96,11 @@ def advance_momentum_(
     """See ``torch_passes.advance_momentum_``."""
     g, m = _flat(gradient), _flat(momentum_buffer, torch.float32, torch.bfloat16)
     u = g if into is None else _flat(into)
-    settings = {"momentum": momentum, "nesterov": nesterov}
     runs = _runs(where, g, m, u)
     if runs is None:
-        torch_passes.advance_momentum_(gradient, momentum_buffer, **settings, where=where, into=into)  # type: ignore[arg-type]
+        torch_passes.advance_momentum_(
+            gradient, momentum_buffer, momentum=momentum, nesterov=nesterov, where=where, into=into
+        )
         return
     for start, end, moves in runs:
         if moves:
