@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from small_training import Run, be_the_only_rank, engine_config, package_folders, read_text, train
+from small_training import Run, be_the_only_rank, engine_config, measure_or_publish, package_folders, read_text, train
 
 from ds_muon.files import write_text
 
@@ -292,21 +292,13 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, required=True, help="JSON of the runs, written after each")
     parser.add_argument("--only", nargs="+", choices=OPTIMIZERS, default=[*OPTIMIZERS], help="train with these only")
     parser.add_argument("--minutes", type=float, default=23.0, help="for all runs together")
     parser.add_argument("--steps", type=int, help="of a run, in place of what fits the minutes")
     parser.add_argument("--stop-after", type=float, metavar="MINUTES", help="begin no run that would end later")
-    parser.add_argument("--quick", action="store_true", help="a toy, to see that it works, also on a CPU")
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
     parser.add_argument("--port", type=int, default=29611)
-    parser.add_argument("--publish", action="store_true", help="write the docs' table and picture from the results")
-    parser.add_argument("--commit", default="unknown", help="that the results are of, for --publish")
-    options = parser.parse_args()
-    if options.publish:
-        publish(json.loads(options.results.read_text()), options.commit)
-    else:
-        measure(options)
+    measure_or_publish(parser, measure, publish)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from small_training import be_the_only_rank, engine_config, package_folders, read_text, train
+from small_training import be_the_only_rank, engine_config, measure_or_publish, package_folders, read_text, train
 from torch import Tensor, nn
 
 from ds_muon.files import write_text
@@ -240,16 +240,8 @@ def publish(results: dict[str, Any], commit: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, required=True, help="JSON of all runs")
     parser.add_argument("--workers", type=int, default=12, help="processes at a time")
-    parser.add_argument("--quick", action="store_true", help="a toy, to see that it works, also on a CPU")
-    parser.add_argument("--publish", action="store_true", help="write the docs' table from the results")
-    parser.add_argument("--commit", default="unknown", help="that the results are of, for --publish")
-    options = parser.parse_args()
-    if options.publish:
-        publish(json.loads(options.results.read_text()), options.commit)
-    else:
-        measure(options)
+    measure_or_publish(parser, measure, publish)
 
 
 if __name__ == "__main__":

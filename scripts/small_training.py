@@ -5,14 +5,16 @@ Not a script: ``measure_pays.py``, ``measure_rates.py`` and ``demo_train.py`` im
 
 from __future__ import annotations
 
+import argparse
 import hashlib
+import json
 import math
 import os
 import statistics
 import sys
 import sysconfig
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,3 +160,20 @@ def loss_on(engine: Any, text: Tensor, length: int, count: int) -> float:
     losses = [engine(*windows(text, part, length)) for part in starts.split(engine.train_micro_batch_size_per_gpu())]
     engine.train()
     return torch.stack(losses).float().mean().item()
+
+
+def measure_or_publish(
+    parser: argparse.ArgumentParser,
+    measure: Callable[[argparse.Namespace], None],
+    publish: Callable[[dict[str, Any], str], None],
+) -> None:
+    """Run a script that measures into ``--results``, or with ``--publish`` makes the docs' tables from them."""
+    parser.add_argument("--results", type=Path, required=True, help="JSON of all runs")
+    parser.add_argument("--quick", action="store_true", help="a toy, to see that it works, also on a CPU")
+    parser.add_argument("--publish", action="store_true", help="write what the docs show from the results")
+    parser.add_argument("--commit", default="unknown", help="that the results are of, for --publish")
+    options = parser.parse_args()
+    if options.publish:
+        publish(json.loads(options.results.read_text()), options.commit)
+    else:
+        measure(options)
