@@ -6,7 +6,7 @@ Without offload everything here is DeepSpeed's own.
 from __future__ import annotations
 
 import os
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
@@ -16,11 +16,9 @@ from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import Tensor
 
+from ds_muon.offload import Ferry, HostPart, Stretch
 from ds_muon.passes import compile_for_host
 from ds_muon.say import log
-
-# Elements of the weights that the host rounds at a time, so that they stay in its caches, and sends on their way.
-_AT_A_TIME = 1 << 22
 
 
 class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
@@ -36,15 +34,22 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._arrived: set[int] = set()
         """Parameters with a gradient in this step, in what this rank holds."""
-        self._sent: dict[int, int] = {}
-        """How many of a group's weights are on their way up in this step."""
+        self._sent: set[int] = set()
+        """Groups whose weights are on their way up in this step."""
+        self.ferry: Ferry | None = None
+        """Between host and accelerator, with offload."""
         super().__init__(*args, **kwargs)
         if self.cpu_offload:
             self.optimizer.on_host = compile_for_host()
+            accelerator = get_accelerator()
+            self.ferry = Ferry(torch.device(accelerator.current_device_name()), pinned=self.cpu_offload_pin_memory)
             if torch.get_num_threads() == 1 < len(os.sched_getaffinity(0)):
                 log("CPU offload has one thread of the host; set OMP_NUM_THREADS to the cores that a rank has")
-            # As large as the largest parameter, and of no use here.
+            # As large as the largest parameter, and as the partition: of no use here.
             self.temp_grad_buffer_for_gpu_offload = self.temp_grad_buffer_for_cpu_offload = None
+            buffers: list[Tensor] = self.param_buffer_of_bit16_for_cpu_offload_groups
+            while buffers:
+                accelerator.unpin_memory(buffers.pop())
 
     def gradient_on_host(self, group_index: int) -> Tensor:
         """The place of a group's gradients with CPU offload: (partition_size,) fp32."""
@@ -122,14 +127,13 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
     @torch.no_grad()
     def update_lp_params(self) -> None:
         """DeepSpeed's own; with offload, the host rounds what goes up, and goes on rounding while it does."""
-        if not self.cpu_offload:
+        if self.ferry is None:
             super().update_lp_params()
             return
-        self._wait_for_offload_copies()
         for i, weights in enumerate(self.single_partition_of_fp32_groups):
-            self.send_up(i, weights.numel())
+            if i not in self._sent:
+                self.ferry.up_rounded(weights.detach(), self._on_accelerator(i))
         self._sent.clear()
-        self._record_offload_copy()
         deepspeed_zero.all_gather_dp_groups(
             groups_flat=self.bit16_groups_flat,
             partitioned_param_groups=self.parallel_partitioned_bit16_groups,
@@ -138,31 +142,23 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
             allgather_bucket_size=self.allgather_bucket_size,
         )
 
-    @torch.no_grad()
-    def send_up(self, group_index: int, end: int, *, rounded: bool = False) -> None:
-        """Send the weights of a group up to ``end``, as the model holds them, but for those that have been sent.
+    def sent_up(self, group_index: int, part: HostPart) -> Iterator[Stretch]:
+        """The updates of a group on the host. Weights that have moved go up while the next are computed."""
+        assert self.ferry is not None
+        weights, there = self.single_partition_of_fp32_groups[group_index].detach(), self._on_accelerator(group_index)
+        for stretch in part.stretches():
+            here = slice(stretch.offset, stretch.offset + stretch.update.numel())
+            goal = self.ferry.goal(there[here])
+            yield stretch._replace(rounded=goal)
+            if goal is None:
+                self.ferry.up_rounded(weights[here], there[here])
+        self._sent.add(group_index)
 
-        Few at a time wait for more, but for the last.
-
-        Args:
-            rounded: whether they have been written to ``rounded_on_host``.
-        """
-        start = self._sent.get(group_index, 0)
-        weights = self.single_partition_of_fp32_groups[group_index]
-        if end - start < min(_AT_A_TIME, weights.numel() - start):
-            return
-        self._sent[group_index] = end
-        model = self.parallel_partitioned_bit16_groups[group_index][
-            dist.get_rank(group=self.real_dp_process_group[group_index])
-        ]
-        flats = (model, weights, self.rounded_on_host(group_index))
-        for goal, part, buffer in zip(*(flat.detach()[start:end].split(_AT_A_TIME) for flat in flats), strict=True):
-            goal.copy_(buffer if rounded else buffer.copy_(part), non_blocking=True)
-
-    def rounded_on_host(self, group_index: int) -> Tensor:
-        """Where a group's weights are rounded, as the model holds them, before they go up: (partition_size,)."""
-        buffer: Tensor = self.param_buffer_of_bit16_for_cpu_offload_groups[group_index]
-        return buffer
+    def _on_accelerator(self, group_index: int) -> Tensor:
+        """What this rank holds of a group's weights, as the model holds them: (partition_size,)."""
+        rank = dist.get_rank(group=self.real_dp_process_group[group_index])
+        partition: Tensor = self.parallel_partitioned_bit16_groups[group_index][rank]
+        return partition.detach()
 
     def offload_states(self, include: Container[OffloadStateTypeEnum] | None = None, *args: Any, **kwargs: Any) -> None:
         """DeepSpeed's own; with CPU offload, of the model's weights alone, because the rest is on the host anyway."""

@@ -20,7 +20,7 @@
 
 namespace {
 
-// Elements that a thread works on at a time.
+// Elements that a thread works on at a time, and takes when it has done others: not all cores get on equally fast.
 constexpr int64_t BLOCK = 1 << 14;
 
 struct Half { uint16_t bits; };
@@ -111,19 +111,64 @@ VECTORIZED double squares(const float* x, int64_t count) {
 }
 
 template <class F> void in_blocks(int64_t count, F each) {
-    #pragma omp parallel for schedule(static) if (count > 2 * BLOCK)
+    #pragma omp parallel for schedule(dynamic) if (count > 2 * BLOCK)
     for (int64_t start = 0; start < count; start += BLOCK) each(start, count - start < BLOCK ? count - start : BLOCK);
 }
 
-template <class T> void advance_all(float* g, T* m, float* u, int64_t count, float momentum, float rest, bool near,
-                                    bool nesterov) {
-    in_blocks(count, [=](int64_t i, int64_t n) {
-        if (u == g) advance(g + i, m + i, n, momentum, rest, near, nesterov);
-        else advance_into(g + i, m + i, n, momentum, rest, near, nesterov, u + i);
+// See lift.py.
+struct Lift {
+    char* slots;
+    int64_t bytes, count;
+    void** events;
+    int (*copy)(void* to, const void* from, size_t bytes, void* stream);
+    int (*record)(void* event, void* stream);
+    int (*wait)(void* event);
+    void* stream;
+    int64_t slot, filled;
+};
+
+int leave_slot(Lift& lift) {
+    if (lift.filled == 0) return 0;
+    int error = lift.copy ? lift.record(lift.events[lift.slot], lift.stream) : 0;
+    lift.slot = (lift.slot + 1) % lift.count;
+    lift.filled = 0;
+    return error;
+}
+
+// Let `write` fill slots with what goes to `goal` on the accelerator, or to `goal` itself if there is no lift.
+template <class T, class F> int write_to(Lift* lift, T* goal, int64_t count, F write) {
+    if (lift == nullptr) {
+        write(0, count, goal);
+        return 0;
+    }
+    const int64_t most = lift->bytes / sizeof(T);
+    for (int64_t start = 0, n; start < count; start += n) {
+        n = count - start < most ? count - start : most;
+        if (int64_t(lift->filled + n * sizeof(T)) > lift->bytes)
+            if (int error = leave_slot(*lift)) return error;
+        if (lift->filled == 0 && lift->copy)
+            if (int error = lift->wait(lift->events[lift->slot])) return error;
+        T* slot = reinterpret_cast<T*>(lift->slots + lift->slot * lift->bytes + lift->filled);
+        write(start, n, slot);
+        lift->filled += (n * sizeof(T) + 63) / 64 * 64;
+        if (lift->copy == nullptr) std::memcpy(goal + start, slot, n * sizeof(T));
+        else if (int error = lift->copy(goal + start, slot, n * sizeof(T), lift->stream)) return error;
+    }
+    return 0;
+}
+
+template <class T> int advance_all(float* g, T* m, float* u, Lift* lift, int64_t count, float momentum, float rest,
+                                   bool near, bool nesterov) {
+    return write_to(lift, u, count, [=](int64_t start, int64_t n, float* to) {
+        in_blocks(n, [=](int64_t block, int64_t k) {
+            int64_t i = start + block;
+            if (to == g) advance(g + i, m + i, k, momentum, rest, near, nesterov);
+            else advance_into(g + i, m + i, k, momentum, rest, near, nesterov, to + block);
+        });
     });
 }
 
-// dtype: 0 for fp32, 1 for fp16, 2 for bf16; of `rounded` also -1 for nothing.
+// dtype: 0 for fp32, 1 for fp16, 2 for bf16, and -1 for nothing.
 template <class F> void with_type(int dtype, void* memory, F run) {
     if (dtype == 0) run(static_cast<float*>(memory));
     if (dtype == 1) run(static_cast<Half*>(memory));
@@ -134,18 +179,36 @@ template <class F> void with_type(int dtype, void* memory, F run) {
 
 extern "C" {
 
-void ds_muon_advance(float* g, void* m, float* u, int bf16, int64_t count, float momentum, float rest, int near,
-                     int nesterov) {
-    if (bf16) advance_all(g, static_cast<BFloat16*>(m), u, count, momentum, rest, near, nesterov);
-    else advance_all(g, static_cast<float*>(m), u, count, momentum, rest, near, nesterov);
+// These two return what a function of `lift` has returned, other than 0.
+int ds_muon_advance(float* g, void* m, float* u, Lift* lift, int bf16, int64_t count, float momentum, float rest, int near,
+                    int nesterov) {
+    if (bf16) return advance_all(g, static_cast<BFloat16*>(m), u, lift, count, momentum, rest, near, nesterov);
+    return advance_all(g, static_cast<float*>(m), u, lift, count, momentum, rest, near, nesterov);
 }
 
-void ds_muon_apply(float* w, void* o, int dtype, void* rounded, int rounded_dtype, int64_t count, float scale, float lr,
-                   float keep) {
-    in_blocks(count, [=](int64_t i, int64_t n) {
+int ds_muon_apply(float* w, void* o, int dtype, void* rounded, Lift* lift, int rounded_dtype, int64_t count, float scale,
+                  float lr, float keep) {
+    auto move = [=](int64_t i, int64_t n) {
         with_type(dtype, o, [=](auto* typed) { apply(w + i, typed + i, n, scale, lr, keep); });
-        with_type(rounded_dtype, rounded, [=](auto* typed) { round_to(w + i, typed + i, n); });
+    };
+    if (rounded_dtype < 0) in_blocks(count, move);
+    int error = 0;
+    with_type(rounded_dtype, rounded, [=, &error](auto* goal) {
+        error = write_to(lift, goal, count, [=](int64_t start, int64_t n, auto* to) {
+            in_blocks(n, [=](int64_t block, int64_t k) {
+                move(start + block, k);
+                round_to(w + start + block, to + block, k);
+            });
+        });
     });
+    return error;
+}
+
+// What is lifted from now on goes up on `stream`.
+int ds_muon_lift_on(Lift* lift, void* stream) {
+    int error = stream == lift->stream ? 0 : leave_slot(*lift);
+    lift->stream = stream;
+    return error;
 }
 
 // keep: of the weights, after decay; rest1, rest2: 1 - beta1, 1 - beta2; root: of the second bias correction; rate: the
@@ -158,7 +221,7 @@ void ds_muon_adamw(float* w, const float* g, float* m, float* v, int64_t count, 
 
 // The sums of squares of x[starts[i]] to before x[starts[i + 1]].
 void ds_muon_squares(const float* x, const int64_t* starts, int64_t count, double* sums) {
-    #pragma omp parallel for schedule(static) if (count > 2)
+    #pragma omp parallel for schedule(dynamic) if (count > 2)
     for (int64_t i = 0; i < count; ++i) sums[i] = squares(x + starts[i], starts[i + 1] - starts[i]);
 }
 

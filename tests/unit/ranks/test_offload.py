@@ -18,9 +18,10 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
 
-from ds_muon import muon_group, offload
+from ds_muon import muon_group
 from ds_muon.offload import Journey
 from ds_muon.orthogonalize import NewtonSchulz
+from ds_muon.passes import lift
 from ds_muon.replay import read_capture
 from tests.unit.support.around_engine import BUT_THE_MODEL, offload_and_reload
 from tests.unit.support.bad_steps import STRADDLING, WHOLE, bad_second_step
@@ -287,7 +288,9 @@ ALIKE = [*[(24, 24)] * 7, (40, 40), (5,)]
 
 def in_pieces_of(most: int | None, config: dict[str, Any]) -> tuple[dict[str, Tensor], list[int]]:
     """The weights, and how many bytes of U went up at a time, with so many bytes to stage."""
-    engine = start(PrescribedGradients(ALIKE), config)
+    # Slots that hold less than a matrix, or several.
+    with mock.patch.object(lift, "SLOT_BYTES", 2048 if most is None else 6016):
+        engine = start(PrescribedGradients(ALIKE), config)
     ups: list[int] = []
     (ferry,) = {group._ferry for group in engine.optimizer.muon_groups}
     original = ferry.up_from
@@ -297,10 +300,7 @@ def in_pieces_of(most: int | None, config: dict[str, Any]) -> tuple[dict[str, Te
         return original(write, matrices)
 
     staged = mock.patch.object(muon_group, "STAGING_BYTES", muon_group.STAGING_BYTES if most is None else most)
-    # Slots that hold less than a matrix, or several.
-    slots = mock.patch.object(offload, "_AT_A_TIME", 500 if most is None else 1500)
     with (
-        slots,
         mock.patch.object(ferry, "up_from", up_from),
         mock.patch.object(muon_group, "batches", cut_into(100)),
         staged,
