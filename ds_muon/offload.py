@@ -119,10 +119,10 @@ class Ferry:
 
         What they write goes up on the stream that is now the current one.
         """
-        if self._loops is None or self._lift is None:
+        if self._lift is None:
             return None
         if tensor.device.type == "cuda":
-            self._loops.lift_on(self._lift, torch.cuda.current_stream(tensor.device).cuda_stream)
+            self._lift.stream = torch.cuda.current_stream(tensor.device).cuda_stream
         return Goal(tensor, self._lift)
 
     def down(self, results: Sequence[Tensor], places: Sequence[Tensor] | None = None) -> Journey:

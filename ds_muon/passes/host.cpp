@@ -2,9 +2,14 @@
 //
 // Compiled without fused multiply-adds: a product and a sum round twice, as in torch. No function throws or allocates.
 
+#include <omp.h>
+
+#include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <thread>
 
 #if !defined(__x86_64__) || !defined(__GNUC__) || defined(__clang__)
 #define VECTORIZED
@@ -122,49 +127,72 @@ struct Lift {
     void** events;
     int (*copy)(void* to, const void* from, size_t bytes, void* stream);
     int (*record)(void* event, void* stream);
-    int (*wait)(void* event);
+    int (*query)(void* event);
     void* stream;
-    int64_t slot, filled;
+    int64_t slot;
 };
+constexpr int64_t MOST_SLOTS = 16;
+constexpr int NOT_READY = 600;  // CUDA's
 
-int leave_slot(Lift& lift) {
-    if (lift.filled == 0) return 0;
-    int error = lift.copy ? lift.record(lift.events[lift.slot], lift.stream) : 0;
-    lift.slot = (lift.slot + 1) % lift.count;
-    lift.filled = 0;
+// Let `write` fill slots with what goes to `goal`, on all threads. None waits for the others, but for a slot to be free.
+// The calling thread, whose device it is, queues the copies.
+template <class T, class F> int lift_up(Lift& lift, T* goal, int64_t count, F write) {
+    const int64_t most = lift.bytes / sizeof(T), block = std::min(most, BLOCK), of_piece = (most + block - 1) / block;
+    const int64_t pieces = (count + most - 1) / most;
+    auto size = [=](int64_t piece) { return std::min(most, count - piece * most); };
+    auto parts = [=](int64_t piece) { return (size(piece) + block - 1) / block; };
+    const int64_t blocks = pieces ? (pieces - 1) * of_piece + parts(pieces - 1) : 0;
+    std::atomic<int64_t> next{0}, opened{0}, written[MOST_SLOTS] = {};
+    std::atomic<int> error{0};
+    auto slot = [&](int64_t piece) { return (lift.slot + piece) % lift.count; };
+    auto memory = [&](int64_t piece) { return reinterpret_cast<T*>(lift.slots + slot(piece) * lift.bytes); };
+    auto write_block = [&](int64_t number) {
+        int64_t piece = number / of_piece, start = number % of_piece * block;
+        write(piece * most + start, std::min(block, size(piece) - start), memory(piece) + start);
+        written[slot(piece)].fetch_add(1, std::memory_order_release);
+    };
+    auto send = [&](int64_t piece) {
+        const size_t bytes = size(piece) * sizeof(T);
+        written[slot(piece)] = 0;
+        if (lift.copy == nullptr) return std::memcpy(goal + piece * most, memory(piece), bytes), 0;
+        int failed = lift.copy(goal + piece * most, memory(piece), bytes, lift.stream);
+        return failed ? failed : lift.record(lift.events[slot(piece)], lift.stream);
+    };
+    #pragma omp parallel if (count > 2 * BLOCK)
+    if (omp_get_thread_num() != 0) {
+        for (int64_t number; (number = next++) < blocks && !error;) {
+            while (opened.load(std::memory_order_acquire) <= number / of_piece && !error) std::this_thread::yield();
+            if (!error) write_block(number);
+        }
+    } else {
+        for (int64_t sent = 0, open = 0; sent < pieces && !error;) {
+            if (open < std::min(pieces, sent + lift.count)) {
+                int state = lift.query ? lift.query(lift.events[slot(open)]) : 0;
+                if (state == 0) opened.store(++open, std::memory_order_release);
+                else if (state != NOT_READY) error = state;
+            }
+            int64_t number = next;
+            if (sent < open && written[slot(sent)].load(std::memory_order_acquire) == parts(sent)) error = send(sent++);
+            else if (number >= std::min(open * of_piece, blocks)) std::this_thread::yield();
+            else if (next.compare_exchange_strong(number, number + 1)) write_block(number);
+        }
+    }
+    lift.slot = slot(pieces);
     return error;
 }
 
-// Let `write` fill slots with what goes to `goal` on the accelerator, or to `goal` itself if there is no lift.
+// `write` writes to `goal` on all threads, through the lift if there is one.
 template <class T, class F> int write_to(Lift* lift, T* goal, int64_t count, F write) {
-    if (lift == nullptr) {
-        write(0, count, goal);
-        return 0;
-    }
-    const int64_t most = lift->bytes / sizeof(T);
-    for (int64_t start = 0, n; start < count; start += n) {
-        n = count - start < most ? count - start : most;
-        if (int64_t(lift->filled + n * sizeof(T)) > lift->bytes)
-            if (int error = leave_slot(*lift)) return error;
-        if (lift->filled == 0 && lift->copy)
-            if (int error = lift->wait(lift->events[lift->slot])) return error;
-        T* slot = reinterpret_cast<T*>(lift->slots + lift->slot * lift->bytes + lift->filled);
-        write(start, n, slot);
-        lift->filled += (n * sizeof(T) + 63) / 64 * 64;
-        if (lift->copy == nullptr) std::memcpy(goal + start, slot, n * sizeof(T));
-        else if (int error = lift->copy(goal + start, slot, n * sizeof(T), lift->stream)) return error;
-    }
+    if (lift) return lift_up(*lift, goal, count, write);
+    in_blocks(count, [=](int64_t i, int64_t n) { write(i, n, goal + i); });
     return 0;
 }
 
 template <class T> int advance_all(float* g, T* m, float* u, Lift* lift, int64_t count, float momentum, float rest,
                                    bool near, bool nesterov) {
-    return write_to(lift, u, count, [=](int64_t start, int64_t n, float* to) {
-        in_blocks(n, [=](int64_t block, int64_t k) {
-            int64_t i = start + block;
-            if (to == g) advance(g + i, m + i, k, momentum, rest, near, nesterov);
-            else advance_into(g + i, m + i, k, momentum, rest, near, nesterov, to + block);
-        });
+    return write_to(lift, u, count, [=](int64_t i, int64_t n, float* to) {
+        if (to == g + i) advance(g + i, m + i, n, momentum, rest, near, nesterov);
+        else advance_into(g + i, m + i, n, momentum, rest, near, nesterov, to);
     });
 }
 
@@ -194,20 +222,11 @@ int ds_muon_apply(float* w, void* o, int dtype, void* rounded, Lift* lift, int r
     if (rounded_dtype < 0) in_blocks(count, move);
     int error = 0;
     with_type(rounded_dtype, rounded, [=, &error](auto* goal) {
-        error = write_to(lift, goal, count, [=](int64_t start, int64_t n, auto* to) {
-            in_blocks(n, [=](int64_t block, int64_t k) {
-                move(start + block, k);
-                round_to(w + start + block, to + block, k);
-            });
+        error = write_to(lift, goal, count, [=](int64_t i, int64_t n, auto* to) {
+            move(i, n);
+            round_to(w + i, to, n);
         });
     });
-    return error;
-}
-
-// What is lifted from now on goes up on `stream`.
-int ds_muon_lift_on(Lift* lift, void* stream) {
-    int error = stream == lift->stream ? 0 : leave_slot(*lift);
-    lift->stream = stream;
     return error;
 }
 

@@ -27,7 +27,7 @@ from ds_muon.passes.lift import Goal, Lift, LiftFailed
 from ds_muon.passes.segments import SPAN, Segments, Where
 from ds_muon.passes.torch_passes import of_matrices, store_updates, sums_across
 
-__all__ = ["adamw_", "advance_momentum_", "apply_update_", "lift_on", "round_to", "store_updates", "sum_of_squares"]
+__all__ = ["adamw_", "advance_momentum_", "apply_update_", "round_to", "store_updates", "sum_of_squares"]
 
 # No fused multiply-adds. Vectors as long as the machine has them are chosen when the library is loaded.
 _FLAGS = ["-O3", "-std=c++2a", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
@@ -74,22 +74,16 @@ def _compiled() -> ctypes.CDLL:
     for name, types in {
         "advance": [_address, _address, _address, _lift, _int, _long, _float, _float, _int, _int],
         "apply": [_address, _address, _int, _address, _lift, _int, _long, _float, _float, _float],
-        "lift_on": [_lift, _address],
         "adamw": [*[_address] * 4, _long, *[_float] * 7],
         "squares": [_address, _address, _long, _address],
         "sums": [_address, _address, _long, _address],
     }.items():
         function = getattr(library, f"ds_muon_{name}")
-        function.argtypes, function.restype = types, _int if name in ("advance", "apply", "lift_on") else None
+        function.argtypes, function.restype = types, _int if name in ("advance", "apply") else None
     return library
 
 
 _LIBRARY = _compiled()
-
-
-def lift_on(lift: Lift, stream: int) -> None:
-    """Let what is lifted from now on go up on another stream."""
-    _check(_LIBRARY.ds_muon_lift_on(lift, stream))
 
 
 def advance_momentum_(

@@ -36,10 +36,9 @@ class Lift(ctypes.Structure):
         ("events", c_void_p),
         ("copy", c_void_p),
         ("record", c_void_p),
-        ("wait", c_void_p),
+        ("query", c_void_p),
         ("stream", c_void_p),
         ("slot", c_int64),
-        ("filled", c_int64),
     ]
 
     stream: int | None
@@ -50,7 +49,7 @@ class Lift(ctypes.Structure):
         super().__init__(slots=self._memory.data_ptr(), bytes=SLOT_BYTES, count=SLOTS)
         if device.type != "cpu":
             driver = ctypes.CDLL("libcuda.so.1")
-            names = {"copy": "cuMemcpyAsync", "record": "cuEventRecord", "wait": "cuEventSynchronize"}
+            names = {"copy": "cuMemcpyAsync", "record": "cuEventRecord", "query": "cuEventQuery"}
             for key, name in names.items():
                 setattr(self, key, ctypes.cast(getattr(driver, name), c_void_p).value)
             self.stream = torch.cuda.current_stream(device).cuda_stream
