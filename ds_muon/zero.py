@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from torch import Tensor
 
@@ -102,11 +101,6 @@ class MuonZeroOptimizer(MuonZeroBase):
         self.telemetry: Telemetry | None = None
 
     # ---- construction -------------------------------------------------------------------------------------------
-
-    @property
-    def accelerator(self) -> torch.device:
-        """Where the model is and Newton-Schulz runs. With CPU offload, partitions are on ``device``, the host."""
-        return torch.device(get_accelerator().current_device_name())
 
     def initialize_optimizer_states(self) -> None:
         if self.cpu_offload:
@@ -233,8 +227,7 @@ class MuonZeroOptimizer(MuonZeroBase):
         """
         self.micro_step_id = deepspeed_zero.INITIAL_MICRO_STEP_ID
         self._wait_for_offload_copies()
-        self._arrived.clear()
-        self._sent.clear()
+        self._begin_step()
         try:
             return [self._take_gradient(i) for i in range(len(self.bit16_groups))]
         except Exception:
@@ -280,8 +273,12 @@ class MuonZeroOptimizer(MuonZeroBase):
         squares: list[Tensor] = []
         if gradients:
             with self.failure.held("measure"):
-                squares = [group.squares(g).to(there) for group, g in zip(self.muon_groups, gradients, strict=False)]
-                squares += [sum_of_squares(g).to(there) for g in gradients[muon:]]
+                known = self.squares_on_the_way()
+                known = self.squares_on_the_way()
+                of_muon = zip(self.muon_groups, gradients, known, strict=False)
+                squares = [group.squares(g, noted).to(there) for group, g, noted in of_muon]
+                of_adamw = zip(gradients[muon:], known[muon:], strict=True)
+                squares += [sum_of_squares(g).to(there) if noted is None else noted for g, noted in of_adamw]
         if self.failure.error is not None:
             sizes = [len(group.matrices) for group in self.plan.groups] + [1] * (len(self.bit16_groups) - muon)
             squares = [torch.zeros(size, dtype=torch.float64, device=there) for size in sizes]

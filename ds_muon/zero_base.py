@@ -13,7 +13,6 @@ from torch import Tensor
 from ds_muon.checkpoints.check import Found
 from ds_muon.checkpoints.shards import LAYOUT, SHARD, Save, description, layout
 from ds_muon.failure import Failure
-from ds_muon.muon_group import MuonGroup
 from ds_muon.optimizer import CUT_STATE
 from ds_muon.progress import Progress
 from ds_muon.refusals import NO_GRADIENTS, DSMuonRefusal
@@ -24,12 +23,10 @@ class MuonZeroBase(OffloadZero):
     """``DeepSpeedZeroOptimizer`` whose own Muon never runs, and whose state loads at any number of ranks.
 
     Attributes:
-        muon_groups: one per Muon param group, which are the first ones.
         failure: what has failed in this rank's part of a step.
         save: the ``save_checkpoint`` under way, which shards name. ``registration`` sets it; else None.
     """
 
-    muon_groups: list[MuonGroup]
     failure: Failure
     save: Save | None = None
 
