@@ -58,10 +58,10 @@ def fail_everywhere(config: dict[str, Any], bad_rank: int) -> dict[str, str]:
 
 def averaged(step: int) -> dict[str, Tensor]:
     """What ``exact_gradients`` are on average."""
-    gradients = exact_gradients(SHAPES, step, torch.device("cpu"))
+    gradients = exact_gradients(SHAPES, step, torch.device(DEVICE))
     for gradient in gradients:
         dist.all_reduce(gradient)
-    return {f"p{i}": gradient / dist.get_world_size() for i, gradient in enumerate(gradients)}
+    return {f"p{i}": gradient.cpu() / dist.get_world_size() for i, gradient in enumerate(gradients)}
 
 
 @in_turns(
