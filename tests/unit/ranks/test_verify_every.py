@@ -170,7 +170,8 @@ def train_with_a_turned_bit(config: dict[str, Any], bad_rank: int, steps: int) -
 
         def turning(batch: Any, original: Any = group.orthogonalize) -> torch.Tensor:
             outputs = original(batch)
-            outputs[:, -1, -1:].view(torch.int16).bitwise_xor_(1)  # fp16 on GPUs, fp32 on CPUs
+            bits = torch.int16 if outputs.element_size() == 2 else torch.int32
+            outputs[:, -1, -1:].view(bits).bitwise_xor_(1)
             return outputs
 
         group.orthogonalize = turning
