@@ -16,7 +16,8 @@ from ds_muon.normuon import RowVariance
 from ds_muon.offload import STAGING_BYTES, Ferry, HostPart
 from ds_muon.orthogonalize import NewtonSchulz, batches, orthogonalize_batch
 from ds_muon.passes import Held, Segments, Where, rows_of, store_updates, sum_of_squares
-from ds_muon.plan.partition import GroupPlan, Matrix, Slice, Unit
+from ds_muon.plan.partition import GroupPlan, Matrix, Unit
+from ds_muon.plan.zero_layout import Slice
 from ds_muon.ranges import profiled
 from ds_muon.update import update_scale
 
