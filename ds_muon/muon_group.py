@@ -73,11 +73,12 @@ class MuonGroup:
         if beta2 is not None:
             self.row_variance = RowVariance(plan, names, beta2, process_group)
         self._matrices = len(plan.matrices)
-        self._held = plan.held(rank)
+        self.held = plan.held(rank)
+        """Each unit that this rank holds a slice of, with that slice."""
         # The units in a partition are neighbours in the flat buffer, and so are their matrices in the plan.
-        index = plan.units.index(self._held[0][0]) if self._held else 0
+        index = plan.units.index(self.held[0][0]) if self.held else 0
         first = sum(len(unit.matrices) for unit in plan.units[:index])
-        self._here = slice(first, first + sum(len(unit.matrices) for unit, _ in self._held))
+        self._here = slice(first, first + sum(len(unit.matrices) for unit, _ in self.held))
         self._segments: Segments | None = None
         self._settings = settings
         self._adjust_lr_fn = adjust_lr_fn
@@ -86,9 +87,9 @@ class MuonGroup:
         self.on_host: HostPart | None = None
         """What this step's updates have left in a partition on the host."""
         # Once, because a model may have thousands of experts.
-        self._whole = [(unit, held) for unit, held in self._held if not unit.travels]
+        self._whole = [(unit, held) for unit, held in self.held if not unit.travels]
         self._runs = _runs(self._whole)
-        self._travelling = [(unit, held) for unit, held in self._held if unit.travels]
+        self._travelling = [(unit, held) for unit, held in self.held if unit.travels]
         self._order: tuple[_Indices, _Indices, _Indices] | None = None
         self._met = 0  # collectives of this step that have begun
         self._scales: dict[str, Tensor] = {}
@@ -109,7 +110,7 @@ class MuonGroup:
 
     def _segments_of(self, partition: Tensor) -> Segments:
         if self._segments is None or self._segments.bounds.device != partition.device:
-            parts = [Held(unit.piece, held.start, held.offset, held.numel) for unit, held in self._held]
+            parts = [Held(unit.piece, held.start, held.offset, held.numel) for unit, held in self.held]
             self._segments = Segments.of(parts, partition.numel(), partition.device)
         return self._segments
 
@@ -304,29 +305,6 @@ class MuonGroup:
     def sizes(self, partition: Tensor) -> Tensor:
         """What is finite exactly if all updates in this rank's partition are. On the host, a number of each batch."""
         return partition if self.on_host is None else self.on_host.sizes()
-
-    def sum_of_squares(self, partition: Tensor) -> Tensor:
-        """Of all updates in this rank's partition: fp64, where they are."""
-        return sum_of_squares(partition) if self.on_host is None else self.on_host.sum_of_squares()
-
-    def nonfinite(self, partition: Tensor | None) -> list[str]:
-        """The matrices with a value in this rank's partition that is not finite. Blocks the host.
-
-        Args:
-            partition: (partition_size,); None for the updates that are on the host.
-        """
-        names: list[str] = []
-        for unit, here in self._held:
-            if partition is not None:
-                values = partition.narrow(0, here.offset, here.numel)
-            else:
-                assert self.on_host is not None
-                values = self.on_host.of(here.offset, here.numel)
-            bad = values.isfinite().logical_not_()
-            if bad.any():
-                elements = bad.nonzero().view(-1) + here.start
-                names += [unit.matrices[number].name for number in unit.piece.holding(elements)]
-        return names
 
     def _scale(self, matrix: Matrix) -> float:
         return update_scale(self._adjust_lr_fn, *matrix.sides)
