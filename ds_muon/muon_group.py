@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 
 import torch
@@ -15,9 +15,11 @@ from ds_muon.failure import Failure
 from ds_muon.normuon import RowVariance
 from ds_muon.offload import STAGING_BYTES, Ferry, HostPart
 from ds_muon.orthogonalize import NewtonSchulz, batches, orthogonalize_batch
-from ds_muon.passes import Held, Segments, Where, rows_of, store_updates, sum_of_squares
-from ds_muon.plan.partition import GroupPlan, Matrix, Slice, Unit
+from ds_muon.passes import Held, Segments, Where, store_updates, sum_of_squares
+from ds_muon.plan.partition import GroupPlan, Matrix, Unit
+from ds_muon.plan.zero_layout import Slice
 from ds_muon.ranges import profiled
+from ds_muon.strips import Copies, assembled, scale_strips_
 from ds_muon.update import update_scale
 
 _Batch = Sequence[tuple[Matrix, Tensor]]
@@ -72,11 +74,12 @@ class MuonGroup:
         if beta2 is not None:
             self.row_variance = RowVariance(plan, names, beta2, process_group)
         self._matrices = len(plan.matrices)
-        self._held = plan.held(rank)
+        self.held = plan.held(rank)
+        """Each unit that this rank holds a slice of, with that slice."""
         # The units in a partition are neighbours in the flat buffer, and so are their matrices in the plan.
-        index = plan.units.index(self._held[0][0]) if self._held else 0
+        index = plan.units.index(self.held[0][0]) if self.held else 0
         first = sum(len(unit.matrices) for unit in plan.units[:index])
-        self._here = slice(first, first + sum(len(unit.matrices) for unit, _ in self._held))
+        self._here = slice(first, first + sum(len(unit.matrices) for unit, _ in self.held))
         self._segments: Segments | None = None
         self._settings = settings
         self._adjust_lr_fn = adjust_lr_fn
@@ -85,9 +88,9 @@ class MuonGroup:
         self.on_host: HostPart | None = None
         """What this step's updates have left in a partition on the host."""
         # Once, because a model may have thousands of experts.
-        self._whole = [(unit, held) for unit, held in self._held if not unit.travels]
+        self._whole = [(unit, held) for unit, held in self.held if not unit.travels]
         self._runs = _runs(self._whole)
-        self._travelling = [(unit, held) for unit, held in self._held if unit.travels]
+        self._travelling = [(unit, held) for unit, held in self.held if unit.travels]
         self._order: tuple[_Indices, _Indices, _Indices] | None = None
         self._met = 0  # collectives of this step that have begun
         self._scales: dict[str, Tensor] = {}
@@ -108,7 +111,7 @@ class MuonGroup:
 
     def _segments_of(self, partition: Tensor) -> Segments:
         if self._segments is None or self._segments.bounds.device != partition.device:
-            parts = [Held(unit.piece, held.start, held.offset, held.numel) for unit, held in self._held]
+            parts = [Held(unit.piece, held.start, held.offset, held.numel) for unit, held in self.held]
             self._segments = Segments.of(parts, partition.numel(), partition.device)
         return self._segments
 
@@ -203,13 +206,10 @@ class MuonGroup:
             scales = [self._scale(matrix) for matrix in unit.matrices]
             if len(set(scales)) == 1:
                 scaled.append((elements, scales[0]))
-            else:
-                # Strips of unequal sides. Kept on the device, because the host would wait for a copy.
-                if unit.name not in self._scales:
+            else:  # strips of unequal sides
+                if unit.name not in self._scales:  # kept, because the host would wait for a copy
                     self._scales[unit.name] = elements.new_tensor([scales[label] for label in unit.piece.labels()])
-                across = self._scales[unit.name]
-                for rows, row, col in rows_of(elements, unit.cols, held.start):
-                    rows.mul_(across[col : col + rows.shape[1]] if unit.piece.axis else across[row:, None][: len(rows)])
+                scale_strips_(elements, unit.piece, held.start, self._scales[unit.name])
         if scaled := [(elements, scale) for elements, scale in scaled if scale != 1.0]:
             torch._foreach_mul_([elements for elements, _ in scaled], [scale for _, scale in scaled])
 
@@ -235,7 +235,7 @@ class MuonGroup:
         """
         results = self._update(together, variance)
         dtype = result_dtype(self._settings, normuon=variance is not None)
-        outputs = [_assembled(unit, results, dtype) for unit in self.exchange.owned]
+        outputs = [assembled(unit, results, dtype) for unit in self.exchange.owned]
         return self.exchange.scatter(outputs, partition, dtype)
 
     def _update(self, batches: Sequence[tuple[_Batch, int]], variance: Tensor | None) -> dict[str, Tensor]:
@@ -255,8 +255,8 @@ class MuonGroup:
 
     def _update_batch(self, batch: _Batch, count: int, variance: Tensor | None, results: dict[str, Tensor]) -> None:
         """``_update`` of a batch. Adds to ``results``."""
-        copies = _Copies()
-        inputs = [(m, copies.of(m, unit) if m.piece.strips else unit) for m, unit in batch]
+        copies = Copies()
+        inputs = [(m, copies.of(m, unit)) for m, unit in batch]
         outputs = self.orthogonalize(inputs)
         factors = self._factors(inputs, outputs, variance)
         targets = [u for _, u in inputs[:count]]
@@ -270,12 +270,12 @@ class MuonGroup:
     ) -> Iterator[None]:
         """The same where U lies on the host, but for matrices that have travelled. In three turns."""
         assert self.on_host is not None, "updates were given no way to advance the momentum"
-        copies = _Copies()
+        copies = Copies()
         # A matrix whose rows or columns lie apart goes up as a copy, and comes back to it.
         in_place = not any(matrix.piece.scattered for matrix, _ in batch[:count])
         if not in_place:
             self.on_host.advance([unit for _, unit in batch[:count]])
-        units = [copies.of(m, unit) if m.piece.strips else unit for m, unit in batch]
+        units = [copies.of(m, unit) for m, unit in batch]
         rising = ferry.up_from(self.on_host.write, units[:count]) if in_place else ferry.up(units[:count])
         yield  # U is on its way up
 
@@ -303,29 +303,6 @@ class MuonGroup:
     def sizes(self, partition: Tensor) -> Tensor:
         """What is finite exactly if all updates in this rank's partition are. On the host, a number of each batch."""
         return partition if self.on_host is None else self.on_host.sizes()
-
-    def sum_of_squares(self, partition: Tensor) -> Tensor:
-        """Of all updates in this rank's partition: fp64, where they are."""
-        return sum_of_squares(partition) if self.on_host is None else self.on_host.sum_of_squares()
-
-    def nonfinite(self, partition: Tensor | None) -> list[str]:
-        """The matrices with a value in this rank's partition that is not finite. Blocks the host.
-
-        Args:
-            partition: (partition_size,); None for the updates that are on the host.
-        """
-        names: list[str] = []
-        for unit, here in self._held:
-            if partition is not None:
-                values = partition.narrow(0, here.offset, here.numel)
-            else:
-                assert self.on_host is not None
-                values = self.on_host.of(here.offset, here.numel)
-            bad = values.isfinite().logical_not_()
-            if bad.any():
-                elements = bad.nonzero().view(-1) + here.start
-                names += [unit.matrices[number].name for number in unit.piece.holding(elements)]
-        return names
 
     def _scale(self, matrix: Matrix) -> float:
         return update_scale(self._adjust_lr_fn, *matrix.sides)
@@ -370,52 +347,6 @@ def _runs(whole: Sequence[tuple[Unit, Slice]]) -> list[tuple[int, int, int, int]
                 continue
         runs.append((held.offset, 1, unit.rows, unit.cols))
     return runs
-
-
-class _Copies:
-    """Copies of the strips in a batch. Of a unit with even strips all at once, for every head may be a strip."""
-
-    def __init__(self) -> None:
-        self._of_units: dict[int, Sequence[Tensor]] = {}
-        self._stacks: dict[int, Tensor] = {}
-
-    def of(self, matrix: Matrix, unit: Tensor) -> Tensor:
-        """The matrix, (rows, cols), contiguous."""
-        if id(unit) not in self._of_units:
-            piece, even = matrix.piece, matrix.piece.stacked(unit)
-            if even is None:
-                self._of_units[id(unit)] = [piece.matrix(unit, number) for number in range(len(piece.strips))]
-            else:
-                stack = even.contiguous()
-                self._stacks[id(unit)] = stack
-                self._of_units[id(unit)] = stack.view(-1, matrix.rows, matrix.cols).unbind()
-        return self._of_units[id(unit)][matrix.number]
-
-    def put_back(self, matrices: _Batch) -> None:
-        """Write the copies of these matrices to their units."""
-        of_units: dict[int, list[tuple[Matrix, Tensor]]] = {}
-        for matrix, unit in matrices:
-            if matrix.piece.strips:
-                of_units.setdefault(id(unit), []).append((matrix, unit))
-        for key, strips in of_units.items():
-            (first, unit), copies = strips[0], self._of_units[key]
-            even = first.piece.stacked(unit) if len(strips) == len(copies) else None
-            if even is not None:
-                even.copy_(self._stacks[key])
-                continue
-            for matrix, _ in strips:
-                matrix.piece.store(copies[matrix.number], unit, matrix.number)
-
-
-def _assembled(unit: Unit, results: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """The results of a unit's matrices, (rows, cols)."""
-    outputs = [results[matrix.name] for matrix in unit.matrices]
-    if not unit.piece.strips:
-        return outputs[0]
-    whole = torch.empty(unit.rows, unit.cols, dtype=dtype, device=outputs[0].device)
-    for matrix, output in zip(unit.matrices, outputs, strict=True):
-        matrix.piece.store(output, whole, matrix.number)
-    return whole
 
 
 def order_batches(

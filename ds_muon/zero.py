@@ -46,8 +46,9 @@ from ds_muon.offload import Ferry, Stretch
 from ds_muon.optimizer import LARGEST_IN_LIST, DSMuon
 from ds_muon.orthogonalize import release
 from ds_muon.passes import sum_of_squares
-from ds_muon.plan.owners import RATES
-from ds_muon.plan.partition import Plan, flat_layout, make_plan
+from ds_muon.plan.partition import Plan, make_plan
+from ds_muon.plan.rates import RATES
+from ds_muon.plan.zero_layout import flat_layout
 from ds_muon.ranges import profiled
 from ds_muon.refusals import SUPPORTED_DEEPSPEED, DSMuonRefusal, nothing_to_step_on, step_refusal
 from ds_muon.skipped import Skips, bad_updates
