@@ -94,13 +94,13 @@ FAULTS = (
     Fault("guard", "torch.stack(largest).isfinite().all()", "torch.stack(largest).isfinite().any()", GUARD),
     Fault("guard", "self.updates == FINITE and not self.stop", "self.updates == FINITE", "ranks/test_capture_in_a_step.py"),
     # ---- a group's updates
-    Fault("muon_group", "for elements, scale in scaled if scale != 1.0]", "for elements, scale in scaled if scale > 9]", STEP),
-    Fault("muon_group", "scale=self._scale(batch[0][0]), factors=here", "factors=here", STEP),
+    Fault("muon_group", "for elements, scale in alike if scale != 1.0]", "for elements, scale in alike if scale > 9]", STEP),
+    Fault("muon_group", "scale=scale, factors=factors)", "factors=factors)", STEP),
     Fault("muon_group", "update_scale(self._adjust_lr_fn, *matrix.sides)", "update_scale(self._adjust_lr_fn, matrix.rows, matrix.cols)", "ranks/test_conv1d.py"),
     Fault("muon_group", "        returning.wait()\n", "", GROUP),
     Fault("muon_group", "        gathering.wait()\n", "", GROUP),
     Fault("muon_group", "            self.row_variance.agree()\n        self._met = 3", "            pass\n        self._met = 3", NORMUON),
-    Fault("muon_group", "        del gathering, gathered, inputs, batches  # frees the gathered matrices\n", "", GROUP),
+    Fault("muon_group", "        del gathering, gathered, inputs, results, outputs  # frees the gathered matrices\n", "", GROUP),
     Fault("muon_group", "(turn, turn - 1, turn - 2)", "(turn, turn - 1, turn - 1)", GROUP),
     Fault("strips", "even.copy_(self._stacks[key])", "pass", BLOCKS),
     Fault("strips", "matrix.piece.store(copies[matrix.number], unit, matrix.number)", "pass", BLOCKS),
@@ -140,7 +140,7 @@ FAULTS = (
     # ---- CPU offload
     Fault("offload", "self._offset(matrix) + start, into", "self._offset(matrix), into", "ranks/test_offload.py"),
     Fault("offload", "self._current, self._filled = (self", "self._current, _ = (self", "ranks/test_offload.py"),
-    Fault("muon_group", "here = outputs[:count] if factors is None else outputs[:count] * factors[:count]", "here = outputs[:count]", "ranks/test_offload.py"),
+    Fault("offload", "            outputs = outputs * factors", "            pass", "ranks/test_offload.py"),
     # ---- Newton-Schulz
     Fault("orthogonalize/newton_schulz", "growth *= triple[0] ** 2", "growth *= triple[0]", ITERATION),
     Fault("orthogonalize/newton_schulz", "r = ops.symmetric(w, ops.symmetric(w, r))", "r = ops.symmetric(w, r)", ITERATION),
