@@ -183,12 +183,16 @@ def _configure_zero_optimizer(original: Callable[..., Any], engine: Any, optimiz
 
 
 def step(original: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:
-    """Of a step that has raised, DeepSpeed's engine thinks that it goes on: all backward passes would end one."""
+    """Of a step that has raised, DeepSpeed's engine thinks that it goes on: all backward passes would end one.
+
+    And that its micro-batch is still to come: the next step would lack one of its own.
+    """
     try:
         original(*args, **kwargs)
     except Exception:
-        if _uses_dsmuon(engine):
+        if _uses_dsmuon(engine) and engine._running_engine_step:
             engine._running_engine_step = False
+            engine.micro_steps += 1
         raise
 
 

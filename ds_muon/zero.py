@@ -183,7 +183,7 @@ class MuonZeroOptimizer(MuonZeroBase):
         Raises:
             DSMuonRefusal: there are no gradients, or the script has done what forbids a step. Nothing has moved.
             Exception: whatever has failed on a rank, before anything is committed. The others raise a ``RuntimeError``
-                that quotes it. If ``commit`` has failed, all raise in the next step.
+                that quotes it. If ``commit`` has failed, all raise in every step until a load.
             NonFiniteUpdate: on every rank. An update is not finite, and ``nan_guard`` is "raise" or a rank has captured
                 the input. With ``nan_guard`` "off", a capture raises in the next step.
         """
@@ -203,6 +203,7 @@ class MuonZeroOptimizer(MuonZeroBase):
                 if refusal := nothing_to_step_on(self):
                     raise DSMuonRefusal(refusal)
                 gradients = self.take_gradients()
+                self.failure.refuse_if_torn("no step is made")
                 if refusal := step_refusal(self, self._frozen):
                     raise DSMuonRefusal(refusal)
             verdict = self.measure(gradients)
@@ -220,12 +221,11 @@ class MuonZeroOptimizer(MuonZeroBase):
             if self.overflow:
                 self.skips.explain(findings, bad_updates(self, gradients, findings), self.dynamic_loss_scale)
                 return
-            # By now the others commit as well. Of an error here they learn in the next step, or save.
+            # By now the others commit as well. Of an error from here on they learn in the next step, or save.
             with self.failure.held("commit"):
                 self.commit(gradients, findings)
         with self._timed(deepspeed_zero.OPTIMIZER_ALLGATHER_TIMER):
             self.update_lp_params()
-            self._bind_model()
 
     @profiled("take_gradients")
     def take_gradients(self) -> list[Tensor]:

@@ -104,6 +104,24 @@ class MuonZeroBase(OffloadZero):
 
     # ---- the model's weights --------------------------------------------------------------------------------------
 
+    def update_lp_params(self, phase: str = "commit") -> None:
+        """DeepSpeed's own, in which a rank that fails takes part: the others gather. A collective.
+
+        Args:
+            phase: what it is part of.
+        """
+        with self.failure.held(phase):
+            self.round_weights()
+        deepspeed_zero.all_gather_dp_groups(
+            groups_flat=self.bit16_groups_flat,
+            partitioned_param_groups=self.parallel_partitioned_bit16_groups,
+            dp_process_group=self.real_dp_process_group,
+            start_alignment_factor=self.nccl_start_alignment_factor,
+            allgather_bucket_size=self.allgather_bucket_size,
+        )
+        with self.failure.held(phase):
+            self._bind_model()
+
     def _bind_model(self, *, keep: bool = False) -> None:
         """Make every parameter a view of the flat 16-bit weights again, if a script has given it other storage.
 
@@ -134,10 +152,9 @@ class MuonZeroBase(OffloadZero):
         """DeepSpeed's own, with the ``layout`` and a ``description`` of what lies in it.
 
         Raises:
-            RuntimeError: this rank has failed in the last step, while it committed.
+            RuntimeError: this rank has failed while it committed a step, or loaded, and has not loaded since.
         """
-        if self.failure.error is not None:
-            raise RuntimeError(f"nothing is saved: {self.failure}") from self.failure.error
+        self.failure.refuse_if_torn("nothing is saved")
         state: dict[str, Any] = super().state_dict()
         return {**state, LAYOUT: layout(self), SHARD: description(self, self.save)}
 
@@ -167,17 +184,17 @@ class MuonZeroBase(OffloadZero):
         self._wait_for_offload_copies()
         with self.failure.held("load_checkpoint"):
             self._read(found, from_fp32_weights)
-        self.failure.raise_on_all()
         if from_fp32_weights and not found.is_of_dtype(self.bit16_groups_flat[0].dtype):
             # The engine has loaded weights that were rounded to another dtype.
-            self.update_lp_params()
-            self._bind_model()
-        elif from_fp32_weights:
-            self._bind_model(keep=True)
-        else:
-            self._restore_from_bit16_weights()
-        self._link_all_hp_params()
-        self._link_optimizer_state()
+            self.update_lp_params("load_checkpoint")
+        with self.failure.held("load_checkpoint"):
+            if from_fp32_weights:
+                self._bind_model(keep=True)
+            else:
+                self._restore_from_bit16_weights()
+            self._link_all_hp_params()
+            self._link_optimizer_state()
+        self.failure.raise_on_all()
 
     def _read(self, found: Found, from_fp32_weights: bool) -> None:
         same_dtype = found.is_of_dtype(self.bit16_groups_flat[0].dtype)

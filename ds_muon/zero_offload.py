@@ -120,23 +120,23 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
             self.averaged_gradients[i] = [gradient]
 
     @torch.no_grad()
-    def update_lp_params(self) -> None:
-        """DeepSpeed's own; with offload, the host rounds what goes up, and goes on rounding while it does."""
+    def round_weights(self) -> None:
+        """Write this rank's fp32 weights to the model's; with offload, the host goes on rounding while they go up."""
         if not self.cpu_offload:
-            super().update_lp_params()
+            for i, weights in enumerate(self.single_partition_of_fp32_groups):
+                self._own_model_weights(i).copy_(weights)
             return
         self._wait_for_offload_copies()
         for i, weights in enumerate(self.single_partition_of_fp32_groups):
             self.send_up(i, weights.numel())
         self._sent.clear()
         self._record_offload_copy()
-        deepspeed_zero.all_gather_dp_groups(
-            groups_flat=self.bit16_groups_flat,
-            partitioned_param_groups=self.parallel_partitioned_bit16_groups,
-            dp_process_group=self.real_dp_process_group,
-            start_alignment_factor=self.nccl_start_alignment_factor,
-            allgather_bucket_size=self.allgather_bucket_size,
-        )
+
+    def _own_model_weights(self, group_index: int) -> Tensor:
+        """This rank's part of a group's weights, as the model holds them: (partition_size,)."""
+        rank = dist.get_rank(group=self.real_dp_process_group[group_index])
+        own: Tensor = self.parallel_partitioned_bit16_groups[group_index][rank].detach()
+        return own
 
     @torch.no_grad()
     def send_up(self, group_index: int, end: int, *, rounded: bool = False) -> None:
@@ -152,10 +152,7 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
         if end - start < min(_AT_A_TIME, weights.numel() - start):
             return
         self._sent[group_index] = end
-        model = self.parallel_partitioned_bit16_groups[group_index][
-            dist.get_rank(group=self.real_dp_process_group[group_index])
-        ]
-        flats = (model, weights, self.rounded_on_host(group_index))
+        flats = (self._own_model_weights(group_index), weights, self.rounded_on_host(group_index))
         for goal, part, buffer in zip(*(flat.detach()[start:end].split(_AT_A_TIME) for flat in flats), strict=True):
             goal.copy_(buffer if rounded else buffer.copy_(part), non_blocking=True)
 
