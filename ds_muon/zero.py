@@ -22,37 +22,30 @@ owns, what travels), ``exchange`` (slices there and back) and ``orthogonalize`` 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from torch import Tensor
 
-from ds_muon.agree import alike, gather
+from ds_muon.agree import gather
 from ds_muon.capture import NanCapture
-from ds_muon.exchange import element_bytes
 from ds_muon.failure import Failure
 from ds_muon.guard import FAILED, Findings, StepGuard, Verdict
-from ds_muon.layout import outputs
 from ds_muon.muon_group import MuonGroup, in_turns
 from ds_muon.offload import Ferry, Stretch
 from ds_muon.optimizer import LARGEST_IN_LIST, DSMuon
 from ds_muon.orthogonalize import release
 from ds_muon.passes import sum_of_squares
-from ds_muon.plan.partition import Plan, make_plan
-from ds_muon.plan.rates import RATES
-from ds_muon.plan.zero_layout import flat_layout
 from ds_muon.ranges import profiled
-from ds_muon.refusals import SUPPORTED_DEEPSPEED, DSMuonRefusal, nothing_to_step_on, step_refusal
+from ds_muon.refusals import DSMuonRefusal, nothing_to_step_on, step_refusal
 from ds_muon.skipped import Skips, bad_updates
 from ds_muon.zero_base import MuonZeroBase
+from ds_muon.zero_plan import plan_of
 
 if TYPE_CHECKING:
     from ds_muon.telemetry import Telemetry
@@ -83,12 +76,12 @@ class MuonZeroOptimizer(MuonZeroBase):
         self.failure = Failure(self.dp_process_group)
         self.guard = StepGuard(*rules, self._capture, self.failure, self.dp_process_group)
         self.skips = Skips(*rules, groups, self._capture, self.dp_process_group)
-        self.plan = self._make_plan()
+        self.plan = plan_of(self, self.newton_schulz)
         ferry = Ferry(self.accelerator, pinned=self.cpu_offload_pin_memory) if self.cpu_offload else None
         self.muon_groups = [
             MuonGroup(
                 group,
-                [name for name, _ in self._shapes(i)],
+                [name for name, _ in self.shapes(i)],
                 self._rank,
                 self.dp_process_group,
                 self.newton_schulz,
@@ -106,70 +99,10 @@ class MuonZeroOptimizer(MuonZeroBase):
 
     # ---- construction -------------------------------------------------------------------------------------------
 
-    @property
-    def accelerator(self) -> torch.device:
-        """Where the model is and Newton-Schulz runs. With CPU offload, partitions are on ``device``, the host."""
-        return torch.device(get_accelerator().current_device_name())
-
-    def initialize_optimizer_states(self) -> None:
-        if self.cpu_offload:
-            super().initialize_optimizer_states()  # makes the gradients' place on the host
-        muon = [i for i, group in enumerate(self.optimizer.param_groups) if group["use_muon"]]
-        stored, pieces = self.optimizer.routing.layouts(), self.optimizer.routing.pieces()
-        self.optimizer.init_state(
-            [sum(outputs(pieces[name], stored[name]) for name, _ in self._shapes(i)) for i in muon], self.accelerator
-        )
-
     def destroy(self) -> None:
         self.skips.close()
         release()
         super().destroy()
-
-    def _make_plan(self) -> Plan:
-        muon_groups = [i for i, group in enumerate(self.optimizer.param_groups) if group["use_muon"]]
-        world_size = dist.get_world_size(self.dp_process_group)
-        layouts = []
-        for i in muon_groups:
-            params = self.bit16_groups[i]
-            layout = flat_layout(
-                [p.numel() for p in params],
-                world_size,
-                element_size=params[0].element_size(),
-                parameter_alignment=self.parameter_alignment,
-                round_robin=self.round_robin_gradients,
-            )
-            flat_order = zip(self.round_robin_bit16_groups[i], layout.order, strict=True)
-            if (
-                any(p is not params[k] for p, k in flat_order)
-                or tuple(self.round_robin_bit16_offsets[i]) != layout.offsets
-                or self.partition_size[i] != layout.partition_size
-            ):
-                raise RuntimeError(
-                    f"this DeepSpeed ({deepspeed_zero.version}) does not lay out param group {i} as ds_muon expects; "
-                    f"install deepspeed {SUPPORTED_DEEPSPEED}"
-                )
-            layouts.append(layout)
-        normuon = self.optimizer.config.variant == "normuon"
-        # With CPU offload a matrix would travel over the bus as well, and take memory of the accelerator.
-        least_gain = 1.0 if self.cpu_offload else RATES.least_gain
-        return make_plan(
-            [self._shapes(i) for i in muon_groups],
-            layouts,
-            world_size,
-            self.newton_schulz.cost,
-            rates=replace(RATES, ranks_per_node=self._ranks_per_node(), least_gain=least_gain),
-            element_bytes=element_bytes(self.newton_schulz, normuon=normuon),
-            stored=self.optimizer.routing.layouts(),
-            pieces=self.optimizer.routing.pieces(),
-        )
-
-    def _ranks_per_node(self) -> int:
-        """As the launcher says; 0 if it does not, or nodes differ. A collective."""
-        said = (os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"))
-        here = next((int(number) for number in said if number.isdecimal()), 0)
-        same = alike(str(here), self.dp_process_group)
-        every_rank = dist.get_world_size(self.dp_process_group) == dist.get_world_size()
-        return here if same and every_rank else 0
 
     # ---- the step -----------------------------------------------------------------------------------------------
 

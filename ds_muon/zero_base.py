@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import LOSS_SCALER
 from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from ds_muon.checkpoints.check import Found
 from ds_muon.checkpoints.shards import LAYOUT, SHARD, Save, description, layout
 from ds_muon.failure import Failure
+from ds_muon.layout import outputs
 from ds_muon.muon_group import MuonGroup
 from ds_muon.optimizer import CUT_STATE
 from ds_muon.progress import Progress
@@ -37,9 +39,24 @@ class MuonZeroBase(OffloadZero):
         """Refused: see ``DSMuon.add_param_group``."""
         self.optimizer.add_param_group(param_group)
 
-    def _shapes(self, group_index: int) -> list[tuple[str, tuple[int, ...]]]:
+    def shapes(self, group_index: int) -> list[tuple[str, tuple[int, ...]]]:
         """Name and shape of each tensor of a Muon group, in the group's order."""
         return [(self.param_names[p], tuple(p.shape)) for p in self.bit16_groups[group_index]]
+
+    @property
+    def accelerator(self) -> torch.device:
+        """Where the model is and Newton-Schulz runs. With CPU offload, partitions are on ``device``, the host."""
+        return torch.device(get_accelerator().current_device_name())
+
+    def initialize_optimizer_states(self) -> None:
+        """Allocate all state: see ``DSMuon.init_state``."""
+        if self.cpu_offload:
+            super().initialize_optimizer_states()  # makes the gradients' place on the host
+        muon = [i for i, group in enumerate(self.optimizer.param_groups) if group["use_muon"]]
+        stored, pieces = self.optimizer.routing.layouts(), self.optimizer.routing.pieces()
+        self.optimizer.init_state(
+            [sum(outputs(pieces[name], stored[name]) for name, _ in self.shapes(i)) for i in muon], self.accelerator
+        )
 
     # ---- gradients, as DeepSpeed's reduction leaves them --------------------------------------------------------
 
@@ -219,7 +236,7 @@ class MuonZeroBase(OffloadZero):
         for i, group in enumerate(self.muon_groups):
             variance = self.optimizer.row_variance(i)
             if variance is not None and group.row_variance is not None:
-                for name, _ in self._shapes(i):
+                for name, _ in self.shapes(i):
                     group.row_variance.of_tensor(variance, name).copy_(found.row_variance(name))
 
     def _restore_from_bit16_weights(self) -> None:

@@ -71,9 +71,9 @@ FAULTS = (
     Fault("zero", "self.overflow = not findings.allow_the_step", "self.overflow = not findings.may_move", GUARD),
     Fault("zero", "            self.update_lp_params()\n", "", STEP),
     Fault(
-        "zero",
-        "            self.update_lp_params()\n            self._bind_model()",
-        "            self.update_lp_params()",
+        "zero_base",
+        "        with self.failure.held(phase):\n            self._bind_model()\n",
+        "",
         "ranks/test_around_engine.py",
     ),
     Fault("zero", "            group.commit(self.optimizer.row_variance(i))", "            pass", NORMUON),
