@@ -17,6 +17,7 @@ from ds_muon.failure import Failure
 from ds_muon.layout import outputs
 from ds_muon.muon_group import MuonGroup
 from ds_muon.optimizer import CUT_STATE
+from ds_muon.passes import LARGEST_IN_LIST
 from ds_muon.progress import Progress
 from ds_muon.refusals import NO_GRADIENTS, DSMuonRefusal
 from ds_muon.zero_offload import OffloadZero
@@ -118,6 +119,35 @@ class MuonZeroBase(OffloadZero):
     def _is_muon_group(self, tensor_list: list[Tensor]) -> bool:
         """False: DeepSpeed's own Muon never runs, whatever tags the parameters carry."""
         return False
+
+    def _take_gradient(self, group_index: int) -> Tensor:
+        """A group's gradient, unscaled: (partition_size,) fp32. Releases DeepSpeed's own."""
+        fragments = self.averaged_gradients[group_index]
+        gradient = getattr(fragments, "flat_partition", None)
+        if self.cpu_offload:
+            gradient = self.gradient_on_host(group_index)
+        elif gradient is None:
+            gradient = torch.empty(self.partition_size[group_index], dtype=torch.float32, device=self.device)
+            pieces = [fragment.reshape(-1) for fragment in fragments]
+            if gradient.numel() > LARGEST_IN_LIST:
+                pieces = [part for piece in pieces for part in torch.split(piece, LARGEST_IN_LIST)]
+            # torch.cat takes twice as long where it converts: 1.16 ms, not 0.56, for 72 of 2048 x 2048 in bf16 on H200.
+            torch._foreach_copy_(torch.split(gradient, [piece.numel() for piece in pieces]), pieces)
+        self._release_gradient(group_index)
+        return gradient if self.loss_scale == 1 else gradient.mul_(1 / self.loss_scale)
+
+    def _release_gradients(self) -> None:
+        """Forget DeepSpeed's own gradients, to which the next step would add."""
+        self.micro_step_id = deepspeed_zero.INITIAL_MICRO_STEP_ID
+        self._arrived.clear()
+        for i in range(len(self.bit16_groups)):
+            self._release_gradient(i)
+
+    def _release_gradient(self, group_index: int) -> None:
+        self._release_preflattened_grad_buffers(group_index)
+        self.averaged_gradients[group_index] = None
+        self.all_grad_tensors[group_index] = None
+        self.free_grad_in_param_list(self.bit16_groups[group_index])
 
     # ---- the model's weights --------------------------------------------------------------------------------------
 

@@ -56,8 +56,8 @@ ROUTING = "pure/test_routing.py pure/test_routing_heads.py"
 
 FAULTS = (
     # ---- the step
-    Fault("zero", "gradient.mul_(1 / self.loss_scale)", "gradient.mul_(self.loss_scale)", GUARD),
-    Fault("zero", "if self.loss_scale == 1 else gradient.mul_", "if self.loss_scale != 1 else gradient.mul_", GUARD),
+    Fault("zero_base", "gradient.mul_(1 / self.loss_scale)", "gradient.mul_(self.loss_scale)", GUARD),
+    Fault("zero_base", "if self.loss_scale == 1 else gradient.mul_", "if self.loss_scale != 1 else gradient.mul_", GUARD),
     Fault("zero", "if (clip := self._adamw_clip(findings)) < 1:", "if (clip := self._adamw_clip(findings)) < 0:", STEP),
     Fault(
         "zero",
@@ -135,7 +135,7 @@ FAULTS = (
     Fault("passes/torch_passes", "w.mul_(1 - lr * weight_decay)", "w.mul_(1 - weight_decay)", f"{PASSES} {STEP}"),
     Fault("passes/torch_passes", "w.sub_((u if", "w.add_((u if", PASSES),
     Fault("checkpoints/check", "if group[\"use_muon\"] and (\"row_variance\" in theirs) !=", "if (1 in theirs) !=", "ranks/test_checkpoint.py"),
-    Fault("optimizer", "own = step.clone() if i else step", "own = step.clone()", STEP),
+    Fault("adamw", "own = step.clone() if i else step", "own = step.clone()", STEP),
     Fault("optimizer", 'not in ("params", *ORIGIN)', 'not in ("params",)', "ranks/test_any_size.py"),
     # ---- CPU offload
     Fault("offload", "self._offset(matrix) + start, into", "self._offset(matrix), into", "ranks/test_offload.py"),
