@@ -20,7 +20,7 @@ class Copies:
         self._stacks: dict[int, Tensor] = {}
 
     def of(self, matrix: Matrix, unit: Tensor) -> Tensor:
-        """The matrix, (rows, cols), contiguous: a copy, or ``unit`` itself if it has no strips."""
+        """The matrix, (rows, cols), contiguous: a copy where it is scattered in ``unit``, else a view."""
         piece = matrix.piece
         if not piece.strips:
             return unit
@@ -38,7 +38,7 @@ class Copies:
         """Write the copies of these matrices to their units."""
         of_units: dict[int, list[tuple[Matrix, Tensor]]] = {}
         for matrix, unit in matrices:
-            if matrix.piece.strips:
+            if matrix.piece.scattered:  # else it is a view
                 of_units.setdefault(id(unit), []).append((matrix, unit))
         for key, strips in of_units.items():
             (first, unit), copies = strips[0], self._of_units[key]

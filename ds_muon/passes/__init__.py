@@ -18,10 +18,11 @@ from torch import Tensor
 from ds_muon.kernels.available import why_not
 from ds_muon.passes import torch_passes
 from ds_muon.passes.segments import Held, Segments, Where
-from ds_muon.passes.torch_passes import chunk_on, rows_of
+from ds_muon.passes.torch_passes import LARGEST_IN_LIST, chunk_on, rows_of
 from ds_muon.say import log
 
 __all__ = [
+    "LARGEST_IN_LIST",
     "Held",
     "Segments",
     "Where",
