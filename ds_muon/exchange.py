@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_muon.orthogonalize import NewtonSchulz
-from ds_muon.plan.partition import GroupPlan, Slice, Unit
+from ds_muon.plan.partition import GroupPlan, Unit
+from ds_muon.plan.zero_layout import Slice
 from ds_muon.ranges import profiled
 
 _Span: TypeAlias = tuple[int, int, int]

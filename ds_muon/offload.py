@@ -18,8 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ds_muon.passes import compile_for_host, sum_of_squares
+from ds_muon.passes import compile_for_host, store_updates, sum_of_squares
 from ds_muon.passes.lift import Goal, Lift
+from ds_muon.plan.partition import Matrix
+from ds_muon.strips import Copies
 
 STAGING_BYTES = 256 << 20
 """Most bytes of U on the accelerator at a time, of matrices that this rank holds and owns; a larger one is alone. The
@@ -184,12 +186,12 @@ class HostPart:
         partition: (partition_size,) fp32.
         advance: advances the momentum of so many elements from an offset on, and turns their gradient into U, or writes
             U to a third argument.
-        device: the accelerator.
+        ferry: to the accelerator.
     """
 
-    def __init__(self, partition: Tensor, advance: Callable[..., None], device: torch.device) -> None:
+    def __init__(self, partition: Tensor, advance: Callable[..., None], ferry: Ferry) -> None:
         self._partition = partition
-        self._device = device
+        self._ferry = ferry
         self._advance = advance
         self._advanced: set[int] = set()
         self._landed: dict[int, Stretch] = {}
@@ -205,6 +207,41 @@ class HostPart:
             if (offset := self._offset(part)) not in self._advanced:
                 self._advanced.add(offset)
                 self._advance(offset, part.numel())
+
+    def update(
+        self,
+        batch: Sequence[tuple[Matrix, Tensor]],
+        scale: float,
+        compute: Callable[[list[tuple[Matrix, Tensor]]], tuple[Tensor, Tensor | None]],
+    ) -> Iterator[None]:
+        """Bring up U of a batch, and bring down O. Yields while it is on its way.
+
+        A matrix whose rows or columns lie apart goes up as a copy, and comes back to it.
+
+        Args:
+            batch: matrices, each with its unit, a view of the partition.
+            scale: of O.
+            compute: O, (batch, rows, cols), and factors of its rows or None, of the matrices on the accelerator.
+        """
+        copies, ferry = Copies(), self._ferry
+        in_place = not any(matrix.piece.scattered for matrix, _ in batch)
+        if not in_place:
+            self.advance([unit for _, unit in batch])
+        units = [copies.of(matrix, unit) for matrix, unit in batch]
+        rising = ferry.up_from(self.write, units) if in_place else ferry.up(units)
+        yield  # U is on its way up
+
+        outputs, factors = compute([(m, u) for (m, _), u in zip(batch, rising.on_accelerator(), strict=True)])
+        if factors is not None:
+            outputs = outputs * factors
+        falling = ferry.down([outputs], self.land(outputs, units, scale) if in_place else None)
+        del rising, outputs, factors  # memory of the accelerator
+        yield  # O is on its way down
+
+        arrived = falling.on_host()
+        if not in_place:
+            store_updates(arrived[0], units, scale=scale)
+            copies.put_back(batch)
 
     def write(self, matrix: Tensor, into: Tensor | Goal) -> None:
         """Write U of a matrix, contiguous in the partition."""
@@ -256,7 +293,7 @@ class HostPart:
         host = [sum_of_squares(part.update) for part in self._between()]
         return torch.stack(
             [
-                size.double().to(self._device)
+                size.double().to(self._ferry.device)
                 for size in (torch.zeros((), dtype=torch.float64, device="cpu"), *self._largest, *host)
             ]
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -11,17 +10,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from ds_muon.adamw import AdamW, new_state
 from ds_muon.config import DSMuonConfig
 from ds_muon.dtypes import DTYPES
 from ds_muon.learning_rates import GroupRate
 from ds_muon.offload import Stretch
-from ds_muon.param_groups import GROUP_KEYS
-from ds_muon.passes import Goal, Where, advance_momentum_, apply_update_, chunk_on
+from ds_muon.passes import Goal, Where, advance_momentum_, apply_update_
 from ds_muon.routing import Routing
-
-LARGEST_IN_LIST = 2**30
-"""Most elements of a tensor in torch's operations on lists (``_foreach_*``, fused AdamW). Before torch 2.8 these count
-in 32 bits, and silently go wrong above."""
 
 CUT_STATE = frozenset({"momentum_buffer", "exp_avg", "exp_avg_sq"})
 """State with a number for each element of the flat partition; the other is the same on every rank."""
@@ -70,7 +65,7 @@ class DSMuon(Optimizer):
         self.configured_rates = tuple(
             GroupRate(group["lr"], group["use_muon"], group.get("user_group", 0)) for group in self.param_groups
         )
-        self._adamw: torch.optim.AdamW | None = None
+        self._adamw: AdamW | None = None
         self._where: dict[int, Where | None] = {}
         self.on_host: ModuleType | None = None
         """Compiled passes, if the partitions are on the host for CPU offload and these can be had."""
@@ -113,21 +108,9 @@ class DSMuon(Optimizer):
                         # A column, because ZeRO takes state of the partition's own shape to be partitioned.
                         self.state[p]["row_variance"] = torch.zeros((rows[i], 1), dtype=torch.float32, device=there)
                 else:
-                    self.state[p] = {
-                        "step": torch.zeros((), dtype=torch.float32, device=p.device),
-                        "exp_avg": torch.zeros_like(p, requires_grad=False),
-                        "exp_avg_sq": torch.zeros_like(p, requires_grad=False),
-                    }
+                    self.state[p] = new_state(p)
         if self.adamw_groups:
-            self._adamw = _adamw_of(self.adamw_groups)
-            self._set_implementation()
-
-    def _set_implementation(self) -> None:
-        """Give AdamW's groups the keys that torch's AdamW reads and DSMuon does not set."""
-        if self._adamw is not None:
-            others = {key: value for key, value in self._adamw.defaults.items() if key not in GROUP_KEYS}
-            for group in self.adamw_groups:
-                group.update(others)
+            self._adamw = AdamW(self.adamw_groups)
 
     def momentum_buffer(self, group_index: int) -> Tensor:
         """The momentum of a Muon group: (partition_size,)."""
@@ -215,17 +198,8 @@ class DSMuon(Optimizer):
                         here = None if where is None else where.starting(offset)
                         how: dict[str, Any] = {"lr": lr, "where": here, "scale": scale, "rounded": rounded}
                         apply_update_(w, update, weight_decay=weight_decay, **how)
-        if self.on_host is not None:
-            for group in self.adamw_groups:
-                (p,) = group["params"]
-                state = self.state[p]
-                state["step"] += 1
-                settings = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
-                moments = state["exp_avg"], state["exp_avg_sq"]
-                self.on_host.adamw_(p, p.grad, *moments, step=float(state["step"]), **settings)
-        elif self._adamw is not None:
-            self._adamw.param_groups, self._adamw.state = _in_pieces(self.adamw_groups, self.state)
-            self._adamw.step()
+        if self._adamw is not None:
+            self._adamw.step(self.adamw_groups, self.state, self.on_host)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Refused: torch's own would put other tensors in the place of those that ZeRO has linked to parameters."""
@@ -236,41 +210,5 @@ class DSMuon(Optimizer):
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key not in ("params", *ORIGIN)})
         # The checkpoint may be of another device, or of a torch whose AdamW reads other keys.
-        self._set_implementation()
-
-
-def _in_pieces(
-    groups: Sequence[dict[str, Any]], state: Mapping[Tensor, dict[str, Tensor]]
-) -> tuple[list[dict[str, Any]], defaultdict[Tensor, dict[str, Tensor]]]:
-    """AdamW's groups and their state, as views of at most ``LARGEST_IN_LIST`` elements; on a CPU, that fit its caches.
-
-    AdamW is elementwise, so the views get the bits of the whole. The group's ``step`` must advance once: the first view
-    has it, the others have copies.
-    """
-    new_groups: list[dict[str, Any]] = []
-    new_state: defaultdict[Tensor, dict[str, Tensor]] = defaultdict(dict)
-    for group in groups:
-        (p,) = group["params"]
-        assert p.grad is not None, "all groups are stepped together"
-        step = state[p]["step"]
-        flat = (p.detach(), p.grad, state[p]["exp_avg"], state[p]["exp_avg_sq"])
-        most = min(LARGEST_IN_LIST, chunk_on(p.device)) if p.device.type == "cpu" else LARGEST_IN_LIST
-        pieces = list(zip(*(torch.split(tensor, most) for tensor in flat), strict=True))
-        for i, (piece, gradient, exp_avg, exp_avg_sq) in enumerate(pieces):
-            piece.grad = gradient
-            own = step.clone() if i else step
-            new_state[piece] = {"step": own, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-        new_groups.append({**group, "params": [piece for piece, *_ in pieces]})
-    return new_groups, new_state
-
-
-def _adamw_of(groups: list[dict[str, Any]]) -> torch.optim.AdamW:
-    # On a CPU, fused AdamW rounds the ends of a tensor unlike its body: weights would depend on the partition.
-    if all(p.device.type != "cpu" for group in groups for p in group["params"]):
-        try:
-            return torch.optim.AdamW(groups, fused=True)
-        except RuntimeError:
-            # torch has no fused AdamW for this device.
-            for group in groups:
-                group.pop("fused", None)
-    return torch.optim.AdamW(groups)
+        if self._adamw is not None:
+            self._adamw.complete(self.adamw_groups)

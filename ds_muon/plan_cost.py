@@ -40,8 +40,9 @@ from ds_muon.exchange import element_bytes, result_dtype
 from ds_muon.layout import Piece
 from ds_muon.offload import STAGING_BYTES
 from ds_muon.orthogonalize import BACKENDS, WORKSPACE_BYTES, NewtonSchulz
-from ds_muon.plan.owners import RATES, Rates
-from ds_muon.plan.partition import GroupPlan, flat_layout, make_plan, with_owners
+from ds_muon.plan.partition import GroupPlan, make_plan, with_owners
+from ds_muon.plan.rates import RATES, Rates
+from ds_muon.plan.zero_layout import flat_layout
 from ds_muon.text import columns
 
 _WHOLE: Mapping[str, tuple[Piece, ...]] = MappingProxyType({})

@@ -186,27 +186,28 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
         self._versions = [self.gradient_on_host(i)._version for i in range(len(self.params_in_partition))]
 
     @torch.no_grad()
-    def update_lp_params(self) -> None:
-        """DeepSpeed's own; with offload, the host rounds what goes up, and goes on rounding while it does."""
-        if self.ferry is None:
-            super().update_lp_params()
-            return
+    def round_weights(self) -> None:
+        """Write this rank's fp32 weights to the model's; with offload, the host goes on rounding while they go up."""
         for i, weights in enumerate(self.single_partition_of_fp32_groups):
-            if i not in self._sent:
-                self.ferry.up_rounded(weights.detach(), self._on_accelerator(i))
+            if self.ferry is None:
+                self._own_model_weights(i).copy_(weights)
+            elif i not in self._sent:
+                self.ferry.up_rounded(weights.detach(), self._own_model_weights(i))
         self._sent.clear()
-        deepspeed_zero.all_gather_dp_groups(
-            groups_flat=self.bit16_groups_flat,
-            partitioned_param_groups=self.parallel_partitioned_bit16_groups,
-            dp_process_group=self.real_dp_process_group,
-            start_alignment_factor=self.nccl_start_alignment_factor,
-            allgather_bucket_size=self.allgather_bucket_size,
-        )
+
+    def _own_model_weights(self, group_index: int) -> Tensor:
+        """This rank's part of a group's weights, as the model holds them: (partition_size,)."""
+        rank = dist.get_rank(group=self.real_dp_process_group[group_index])
+        own: Tensor = self.parallel_partitioned_bit16_groups[group_index][rank].detach()
+        return own
 
     def sent_up(self, group_index: int, part: HostPart) -> Iterator[Stretch]:
         """The updates of a group on the host. Weights that have moved go up while the next are computed."""
         assert self.ferry is not None
-        weights, there = self.single_partition_of_fp32_groups[group_index].detach(), self._on_accelerator(group_index)
+        weights, there = (
+            self.single_partition_of_fp32_groups[group_index].detach(),
+            self._own_model_weights(group_index),
+        )
         for stretch in part.stretches():
             here = slice(stretch.offset, stretch.offset + stretch.update.numel())
             goal = self.ferry.goal(there[here])
@@ -214,12 +215,6 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
             if goal is None:
                 self.ferry.up_rounded(weights[here], there[here])
         self._sent.add(group_index)
-
-    def _on_accelerator(self, group_index: int) -> Tensor:
-        """What this rank holds of a group's weights, as the model holds them: (partition_size,)."""
-        rank = dist.get_rank(group=self.real_dp_process_group[group_index])
-        partition: Tensor = self.parallel_partitioned_bit16_groups[group_index][rank]
-        return partition.detach()
 
     def offload_states(self, include: Container[OffloadStateTypeEnum] | None = None, *args: Any, **kwargs: Any) -> None:
         """DeepSpeed's own; with CPU offload, of the model's weights alone, because the rest is on the host anyway."""

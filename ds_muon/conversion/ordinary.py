@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ds_muon.checkpoints.shards import FORMAT, LAYOUT, SAVE, SHARD, optimizer_of, states_of
 from ds_muon.optimizer import CUT_STATE
-from ds_muon.plan.partition import Slice, cut
+from ds_muon.plan.zero_layout import Slice, cut
 
 MODEL_FILE = "mp_rank_00_model_states.pt"
 _FP32, _BASE = "single_partition_of_fp32_groups", "base_optimizer_state"

@@ -23,7 +23,8 @@ from ds_muon.layout import out_and_in
 from ds_muon.muon_group import MuonGroup, in_turns
 from ds_muon.orthogonalize import orthogonalize
 from ds_muon.passes import Where
-from ds_muon.plan.partition import GroupPlan, Matrix, Slice, Unit
+from ds_muon.plan.partition import GroupPlan, Matrix, Unit
+from ds_muon.plan.zero_layout import Slice
 from ds_muon.update import advance_row_variance, update_scale
 from ds_muon.verify import diagnose
 from ds_muon.verify.engine_view import CannotVerify

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ds_muon import Rates, flat_layout
-from ds_muon.plan.partition import FlatLayout, cut
+from ds_muon.plan.zero_layout import FlatLayout, cut
 from tests.unit.support.random_plans import FREE, HOLDERS, Shape, plan_of, routes, shapes_of_a_group, world_sizes
 
 HARD = {

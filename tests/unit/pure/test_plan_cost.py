@@ -11,8 +11,9 @@ from unittest import mock
 import pytest
 
 from ds_muon import cli
-from ds_muon.plan.owners import RATES, Rates
-from ds_muon.plan.partition import Plan, flat_layout, make_plan
+from ds_muon.plan.partition import Plan, make_plan
+from ds_muon.plan.rates import RATES, Rates
+from ds_muon.plan.zero_layout import flat_layout
 from ds_muon.plan_cost import MODELS, default_settings, gpt, llama, step_cost, table
 
 SETTINGS = default_settings()

@@ -115,8 +115,8 @@ def train_with_long_tensors(config: dict[str, Any]) -> tuple[dict[str, Tensor], 
         adamw(self)
 
     with (
-        mock.patch("ds_muon.zero.LARGEST_IN_LIST", 8),
-        mock.patch("ds_muon.optimizer.LARGEST_IN_LIST", 8),
+        mock.patch("ds_muon.zero_base.LARGEST_IN_LIST", 8),
+        mock.patch("ds_muon.adamw.LARGEST_IN_LIST", 8),
         mock.patch("torch.optim.AdamW.step", step),
         mock.patch("torch._foreach_copy_", wraps=torch._foreach_copy_) as copy,
     ):

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ds_muon import zero
+from ds_muon import zero_plan
 from ds_muon.replay import read_capture
 from ds_muon.verify import UpdateRecord
 from ds_muon.verify.inject import FAULTS, found
@@ -103,8 +103,8 @@ def nodes_by(numbers: list[str]) -> int:
     usual = {name: "" for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")}
     with mock.patch.dict(os.environ, {**usual, "LOCAL_SIZE": numbers[torch.distributed.get_rank()]}):
         planned: list[Any] = []
-        make_plan = zero.make_plan
-        with mock.patch.object(zero, "make_plan", lambda *args, **how: planned.append(how) or make_plan(*args, **how)):
+        make = zero_plan.make_plan
+        with mock.patch.object(zero_plan, "make_plan", lambda *args, **how: planned.append(how) or make(*args, **how)):
             start_groups(SHAPES, ds_config({}))
     return int(planned[0]["rates"].ranks_per_node)
 

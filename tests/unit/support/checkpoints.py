@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from ds_muon.cli import main
 from tests.unit.support.models import (
     ds_config,
     full_weights,
@@ -53,6 +54,19 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 SCHEDULER = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3, "total_num_steps": 9, "warmup_max_lr": 0.02}}
 STEPS = 2
+# Which parameters go to Muon, and to AdamW.
+MUONS, ADAMWS = [f"p{i}" for i in range(6)], ["p6", "p7"]
+UNIVERSAL = {"checkpoint": {"load_universal": True}}
+
+
+def converted(command: str, source: str | Path, out: str | Path) -> str:
+    """The folder where ``ds-muon`` has written what it made of the checkpoint."""
+    assert main([command, str(source), str(out)]) == 0
+    return str(out)
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
 
 
 def settings(variant: str, dtype: str, momentum_dtype: str, stage: int, layout: str) -> dict[str, Any]:
