@@ -263,6 +263,7 @@ def where_things_are(config: dict[str, Any]) -> dict[str, Any]:
     states = [state[key] for state in zero.optimizer.state.values() for key in state if key != "row_variance"]
     found["host"] = {tensor.device.type for tensor in [*flats, *states, *(flat.grad for flat in flats)]}
     found["pinned"] = {flat.grad.is_pinned() for flat in flats}
+    found["kept beside"] = zero.param_buffer_of_bit16_for_cpu_offload_groups
     engine.destroy()
     return found
 
@@ -277,6 +278,7 @@ def test_gradients_are_on_the_host_after_backward_and_all_state_always(pinned: b
             "right": True,
             "host": {"cpu"},
             "pinned": {pinned and on_gpu},
+            "kept beside": [],
         }
 
 
