@@ -124,13 +124,6 @@ class DSMuon(Optimizer):
         variance: Tensor | None = self.state[p].get("row_variance")
         return variance
 
-    def momentum_error(self) -> str | None:
-        """Why a group cannot run at its momentum, which a scheduler may have changed. None if all can."""
-        for group in self.param_groups:
-            if problem := self.config.momentum_problem(group.get("momentum", 0.0)):
-                return f"param group {group['name']!r} has momentum = {group['momentum']:g}: {problem}"
-        return None
-
     def advance_momentum_(
         self,
         group_index: int,
@@ -151,30 +144,26 @@ class DSMuon(Optimizer):
         """
         self._where[group_index] = where
         group = self.param_groups[group_index]
-        g, m = (
-            flat.narrow(0, offset, flat.numel() if numel is None else numel)
-            for flat in (gradient, self.momentum_buffer(group_index))
-        )
-        here = where if where is None else where.starting(offset)
-        more = {} if into is None else {"into": into}
-        advance_momentum_(g, m, momentum=group["momentum"], nesterov=group["nesterov"], where=here, **more)
+        end = None if numel is None else offset + numel
+        g, m = (flat[offset:end] for flat in (gradient, self.momentum_buffer(group_index)))
+        here = where and where.starting(offset)
+        advance_momentum_(g, m, momentum=group["momentum"], nesterov=group["nesterov"], where=here, into=into)
 
     @torch.no_grad()
     def step(  # type: ignore[override]
         self,
         closure: Callable[[], float] | None = None,
         *,
-        staged: Sequence[Iterable[Stretch]] | None = None,
+        staged: Sequence[Iterable[Stretch]] = (),
     ) -> None:
-        """Apply what is staged in ``.grad``: the update ``s O`` of Muon groups, the gradient of AdamW groups.
+        """Apply updates ``s O`` to the weights of Muon groups, and ``.grad`` to those of AdamW groups.
 
-        A Muon group without ``.grad`` stays as it is, and so does a matrix that ``advance_momentum_`` has not moved.
-        The ``.grad`` of Muon groups is overwritten.
+        A matrix that ``advance_momentum_`` has not moved stays as it is.
 
         Args:
             closure: none.
-            staged: what is staged for each Muon group; by default its ``.grad``. As soon as a stretch has been applied,
-                the next is asked for.
+            staged: the updates of each Muon group; overwritten. As soon as a stretch has been applied, the next is
+                asked for.
 
         Raises:
             ValueError: a closure was given.
@@ -182,22 +171,15 @@ class DSMuon(Optimizer):
         """
         if closure is not None:
             raise ValueError("DSMuon.step takes no closure: its gradients come from the ZeRO optimizer")
-        if all(p.grad is None for group in self.param_groups for p in group["params"]):
+        if not staged:
             raise RuntimeError("DSMuon.step has nothing to apply: the ZeRO optimizer calls it; call engine.step()")
-        for i, group in enumerate(self.param_groups):
-            if group["use_muon"]:
-                lr, weight_decay, where = group["lr"], group["weight_decay"], self._where.pop(i, None)
-                for p in group["params"]:
-                    if p.grad is None:
-                        continue
-                    if staged is None:
-                        apply_update_(p, p.grad, lr=lr, weight_decay=weight_decay, where=where)
-                        continue
-                    for offset, update, scale, rounded in staged[i]:
-                        w = p.narrow(0, offset, update.numel())
-                        here = None if where is None else where.starting(offset)
-                        settings = {"lr": lr, "weight_decay": weight_decay, "where": here}
-                        apply_update_(w, update, **settings, scale=scale, rounded=rounded)
+        for i, stretches in enumerate(staged):
+            group, where = self.param_groups[i], self._where.pop(i, None)
+            (p,) = group["params"]
+            for offset, update, scale, rounded in stretches:
+                w, here = p.narrow(0, offset, update.numel()), where and where.starting(offset)
+                settings = {"lr": group["lr"], "weight_decay": group["weight_decay"], "where": here}
+                apply_update_(w, update, **settings, scale=scale, rounded=rounded)
         if self._adamw is not None:
             self._adamw.step(self.adamw_groups, self.state, self.on_host)
 

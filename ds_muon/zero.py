@@ -145,7 +145,10 @@ class MuonZeroOptimizer(MuonZeroBase):
                 self.failure.raise_on_all()
             # A spike or a bad kernel says nothing about the loss scale.
             self._update_scale(not findings.gradients_are_finite)
-            self._global_grad_norm = self._on_device(findings.norm) if self.compute_grad_norm else None
+            self._global_grad_norm = None
+            if self.compute_grad_norm:  # as 0-d fp32; torch.tensor would wait for the device
+                norm = torch.full((), findings.norm, dtype=torch.float64, device=self.device)
+                self._global_grad_norm = norm.float()
             self.overflow = not findings.allow_the_step
             if self.overflow:
                 self.skips.explain(findings, bad_updates(self, gradients, findings), self.dynamic_loss_scale)
@@ -225,16 +228,18 @@ class MuonZeroOptimizer(MuonZeroBase):
 
         ``gradient_clipping`` scales AdamW's gradients, in place, and never Muon's: see docs/how-it-works.md.
         """
+        muon, adamw = gradients[: len(self.muon_groups)], gradients[len(self.muon_groups) :]
         if (clip := self._adamw_clip(findings)) < 1:
-            for gradient in gradients[len(self.muon_groups) :]:
+            for gradient in adamw:
                 gradient.mul_(clip)
-        for flat, gradient in zip(self.single_partition_of_fp32_groups, gradients, strict=True):
+        weights = self.single_partition_of_fp32_groups[len(muon) :]
+        for flat, gradient in zip(weights, adamw, strict=True):
             flat.grad = gradient
         if self.cpu_offload:  # .grad stays, as the place for the next step's
-            self.optimizer.step(staged=[self._sent_up(i) for i in range(len(self.muon_groups))])
+            self.optimizer.step(staged=[self._sent_up(i) for i in range(len(muon))])
         else:
-            self.optimizer.step()
-            for flat in self.single_partition_of_fp32_groups:
+            self.optimizer.step(staged=[[Stretch(0, update)] for update in muon])
+            for flat in weights:
                 flat.grad = None
         for i, group in enumerate(self.muon_groups):
             group.commit(self.optimizer.row_variance(i))
@@ -254,10 +259,6 @@ class MuonZeroOptimizer(MuonZeroBase):
         everything = self.optimizer.config.clip_norm_scope == "all"
         norm = findings.norm if everything else findings.norm_of_adamw
         return min(1.0, float(self.clip_grad) / (norm + 1e-6))
-
-    def _on_device(self, number: float) -> Tensor:
-        """``number`` as a 0-d fp32 tensor. ``torch.tensor`` would wait for the device."""
-        return torch.full((), number, dtype=torch.float64, device=self.device).float()
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
