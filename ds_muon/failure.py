@@ -56,16 +56,18 @@ class Failure:
         """Hold what is raised inside, where there must be no collective that others wait for."""
         try:
             yield
-        except Exception as error:
-            if not self.alone:
+        except BaseException as error:
+            passes_on = self.alone or not isinstance(error, Exception)
+            if not passes_on:
                 # It may have been for want of memory, and this rank has yet to take part.
                 traceback.clear_frames(error.__traceback__)
-            if self.error is None and (phase in _TORN or not self.alone):
-                self.error, self.torn = error, phase in _TORN
+            if self.error is None and (phase in _TORN or not passes_on):
+                self.error = error if isinstance(error, Exception) else RuntimeError(type(error).__name__)
+                self.torn = phase in _TORN
                 if not isinstance(error, DSMuonRefusal):
                     self._about = f". In {phase}, step {self.step} since start, at {_place(error)}. {AFTERMATH[phase]}"
                     log(f"an error on rank {dist.get_rank(self._process_group)}: {self}")
-            if self.alone:
+            if passes_on:
                 raise
 
     def __str__(self) -> str:
@@ -91,7 +93,7 @@ class Failure:
         raise_together(error, self._process_group, about=about)
 
 
-def _place(error: Exception) -> str:
+def _place(error: BaseException) -> str:
     """The innermost function of this package that the error has passed."""
     here = Path(__file__).parent
     frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(here)]

@@ -179,6 +179,8 @@ def nothing_to_step_on(zero: Any) -> str | None:
     if zero.offloaded_states:
         states = ", ".join(sorted(state.value for state in zero.offloaded_states))
         return f"engine.step() while {states} are offloaded: call engine.reload_states() first"
+    if zero.interrupted is not None:
+        return str(zero.interrupted)
     if any(zero.averaged_gradients.get(i) is None for i in range(len(zero.bit16_groups))):
         return NO_GRADIENTS
     return None

@@ -30,11 +30,13 @@ class MuonZeroBase(OffloadZero):
         muon_groups: one per Muon param group, which are the first ones.
         failure: what has failed in this rank's part of a step.
         save: the ``save_checkpoint`` under way, which shards name. ``registration`` sets it; else None.
+        interrupted: why no step is right any more, after a backward pass that has raised; else None.
     """
 
     muon_groups: list[MuonGroup]
     failure: Failure
     save: Save | None = None
+    interrupted: str | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: see ``DSMuon.add_param_group``."""
@@ -71,9 +73,14 @@ class MuonZeroBase(OffloadZero):
         self._refuse_without_backward()
         super().finalize_gradient_accumulation_boundary()
 
+    @property
+    def has_no_gradients(self) -> bool:
+        """Whether no backward pass has been since the last step. At ZeRO-1, also if it has only added to ``.grad``."""
+        # Hooks of the parameters count it up; the step sets it back.
+        return bool(self.micro_step_id == deepspeed_zero.INITIAL_MICRO_STEP_ID)
+
     def _refuse_without_backward(self) -> None:
-        # Hooks of the parameters count micro_step_id up; the step sets it back. At ZeRO-1 there may be no hooks.
-        if self.micro_step_id == deepspeed_zero.INITIAL_MICRO_STEP_ID and all(
+        if self.has_no_gradients and all(
             self.get_gradient_for_reduction(p) is None for group in self.bit16_groups for p in group
         ):
             raise DSMuonRefusal(NO_GRADIENTS)
