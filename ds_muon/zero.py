@@ -145,10 +145,7 @@ class MuonZeroOptimizer(MuonZeroBase):
                 self.failure.raise_on_all()
             # A spike or a bad kernel says nothing about the loss scale.
             self._update_scale(not findings.gradients_are_finite)
-            self._global_grad_norm = None
-            if self.compute_grad_norm:  # as 0-d fp32; torch.tensor would wait for the device
-                norm = torch.full((), findings.norm, dtype=torch.float64, device=self.device)
-                self._global_grad_norm = norm.float()
+            self._global_grad_norm = self._on_device(findings.norm) if self.compute_grad_norm else None
             self.overflow = not findings.allow_the_step
             if self.overflow:
                 self.skips.explain(findings, bad_updates(self, gradients, findings), self.dynamic_loss_scale)
@@ -181,7 +178,7 @@ class MuonZeroOptimizer(MuonZeroBase):
         """Whether the gradients of all ranks allow the step, and which matrices move. A collective.
 
         Args:
-            gradients: as ``take_gradients`` returns them; not modified. None where that has failed.
+            gradients: as ``take_gradients`` returns them; not modified. Empty where that has failed.
         """
         muon, there = len(self.muon_groups), self.accelerator  # where ranks communicate
         squares: list[Tensor] = []
@@ -207,14 +204,16 @@ class MuonZeroOptimizer(MuonZeroBase):
         in_turns(turns)
 
     def _updates(self, i: int, gradient: Tensor, moves: Tensor) -> Iterator[None]:
-        group = self.muon_groups[i]
+        """Advance a group's momentum, turn its gradient into U, and U into updates; on the host batch by batch."""
+        group, variance = self.muon_groups[i], self.optimizer.row_variance(i)
         where = group.where(gradient, moves.to(gradient.device))
-        # On the host the flags can be looked at, so that no element need be.
-        everything = self.cpu_offload and bool(where.flags.all())
-        advance = partial(self.optimizer.advance_momentum_, i, gradient, None if everything else where)
-        if not self.cpu_offload:
-            advance()
-        yield from group.updates(gradient, self.optimizer.row_variance(i), moves, advance if self.cpu_offload else None)
+        if self.cpu_offload:
+            # The host looks at the flags here, so that it need not at each element.
+            advance = partial(self.optimizer.advance_momentum_, i, gradient, None if where.flags.all() else where)
+            yield from group.updates(gradient, variance, moves, advance)
+        else:
+            self.optimizer.advance_momentum_(i, gradient, where)
+            yield from group.updates(gradient, variance, moves)
 
     @profiled("decide")
     def decide(self, gradients: Sequence[Tensor], verdict: Verdict) -> Findings:
@@ -259,6 +258,10 @@ class MuonZeroOptimizer(MuonZeroBase):
         everything = self.optimizer.config.clip_norm_scope == "all"
         norm = findings.norm if everything else findings.norm_of_adamw
         return min(1.0, float(self.clip_grad) / (norm + 1e-6))
+
+    def _on_device(self, number: float) -> Tensor:
+        """``number`` as a 0-d fp32 tensor. ``torch.tensor`` would wait for the device."""
+        return torch.full((), number, dtype=torch.float64, device=self.device).float()
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

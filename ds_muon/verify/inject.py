@@ -397,7 +397,7 @@ def _spoil_updates(zero: Any, replace: _Replace, spoil: Callable[[MuonGroup, Gro
             partition: Tensor,
             variance: Tensor | None,
             moves: Tensor,
-            advance: None,
+            advance: None = None,
             plan: GroupPlan = plan,
             group: MuonGroup = group,
         ) -> Iterator[None]:
