@@ -18,9 +18,6 @@ from ds_muon.offload import Stretch
 from ds_muon.passes import Where, advance_momentum_, apply_update_
 from ds_muon.routing import Routing
 
-CUT_STATE = frozenset({"momentum_buffer", "exp_avg", "exp_avg_sq"})
-"""State with a number for each element of the flat partition; the other is the same on every rank."""
-
 ORIGIN = ("name", "user_group")
 """What says of a param group where it comes from: this run's, not that of a checkpoint."""
 
@@ -88,7 +85,7 @@ class DSMuon(Optimizer):
     def adamw_groups(self) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if not group["use_muon"]]
 
-    def init_state(self, rows: Sequence[int], device: torch.device | None = None) -> None:
+    def init_state(self, rows: Sequence[int], device: torch.device) -> None:
         """Allocate all state as zeros, once the groups hold their flat partitions.
 
         ZeRO links state tensors to model parameters only once. So they exist before the first step, and from then on
@@ -96,7 +93,7 @@ class DSMuon(Optimizer):
 
         Args:
             rows: for each Muon group, the number of rows (outputs) of all its matrices.
-            device: of the accelerator, where NorMuon's second moments are; by default where the partitions are.
+            device: the accelerator, where NorMuon's second moments are.
         """
         for i, group in enumerate(self.param_groups):
             for p in group["params"]:
@@ -104,9 +101,8 @@ class DSMuon(Optimizer):
                     dtype = DTYPES[self.config.momentum_dtype]
                     self.state[p] = {"momentum_buffer": torch.zeros_like(p, dtype=dtype, requires_grad=False)}
                     if self.config.variant == "normuon":
-                        there = device or p.device
                         # A column, because ZeRO takes state of the partition's own shape to be partitioned.
-                        self.state[p]["row_variance"] = torch.zeros((rows[i], 1), dtype=torch.float32, device=there)
+                        self.state[p]["row_variance"] = torch.zeros((rows[i], 1), dtype=torch.float32, device=device)
                 else:
                     self.state[p] = new_state(p)
         if self.adamw_groups:
