@@ -31,7 +31,8 @@ _Batches: TypeAlias = list[Sequence[int]]
 def in_turns(updates: Sequence[Iterator[None]]) -> None:
     """Run the updates of several groups, so that slices of one travel while another computes. A collective.
 
-    At most two groups hold gathered matrices at a time, because these take memory.
+    At most two groups hold gathered matrices at a time, because these take memory. Batches of a group go up from the
+    host, and come down, in the same way.
 
     Args:
         updates: ``MuonGroup.updates`` of each group, in the same order on every rank.
@@ -330,7 +331,7 @@ def order_batches(
         staying: how many do not travel.
         settings: of the iteration.
         device: of the matrices, when they are orthogonalized.
-        most: bytes of U in a batch; a larger matrix is alone. None for no such bound.
+        most: bytes of U in a batch, as ``batches`` takes it.
     """
     in_out = {i for i, matrix in enumerate(matrices) if matrix.layout == "in_out"}
     shapes = [(matrix.rows, matrix.cols) for matrix in matrices]
@@ -345,18 +346,9 @@ def order_batches(
     waiting: _Batches = []
     for first, end in [(0, staying), (staying, len(matrices))] if apart else [(0, len(matrices))]:
         for alike in ([i for i in range(first, end) if (i in in_out) is turned] for turned in (False, True)):
-            for indices in batches([shapes[i] for i in alike], device, settings):
-                for chosen in _cut([alike[i] for i in indices], shapes, most):
-                    (ready if chosen[-1] < staying else waiting).append(chosen)
+            for indices in batches([shapes[i] for i in alike], device, settings, most):
+                chosen = [alike[i] for i in indices]
+                (ready if chosen[-1] < staying else waiting).append(chosen)
     costs = [cost(indices) for indices in ready]
     before = sum(2 * done < sum(costs) for done in accumulate(costs, initial=0))
     return ready[:before], waiting, ready[before:]
-
-
-def _cut(indices: Sequence[int], shapes: Sequence[tuple[int, int]], most: int | None) -> list[Sequence[int]]:
-    """A batch in parts of about equal size, each with at most ``most`` bytes of U, or one matrix."""
-    if most is None:
-        return [indices]
-    rows, cols = shapes[indices[0]]
-    parts = -(-len(indices) // max(1, most // max(1, rows * cols * torch.float32.itemsize)))
-    return [indices[len(indices) * part // parts : len(indices) * (part + 1) // parts] for part in range(parts)]

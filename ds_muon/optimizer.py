@@ -18,9 +18,6 @@ from ds_muon.offload import Stretch
 from ds_muon.passes import Goal, Where, advance_momentum_, apply_update_
 from ds_muon.routing import Routing
 
-CUT_STATE = frozenset({"momentum_buffer", "exp_avg", "exp_avg_sq"})
-"""State with a number for each element of the flat partition; the other is the same on every rank."""
-
 ORIGIN = ("name", "user_group")
 """What says of a param group where it comes from: this run's, not that of a checkpoint."""
 
@@ -88,7 +85,7 @@ class DSMuon(Optimizer):
     def adamw_groups(self) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if not group["use_muon"]]
 
-    def init_state(self, rows: Sequence[int], device: torch.device | None = None) -> None:
+    def init_state(self, rows: Sequence[int], device: torch.device) -> None:
         """Allocate all state as zeros, once the groups hold their flat partitions.
 
         ZeRO links state tensors to model parameters only once. So they exist before the first step, and from then on
@@ -96,7 +93,7 @@ class DSMuon(Optimizer):
 
         Args:
             rows: for each Muon group, the number of rows (outputs) of all its matrices.
-            device: of the accelerator, where NorMuon's second moments are; by default where the partitions are.
+            device: the accelerator, where NorMuon's second moments are.
         """
         for i, group in enumerate(self.param_groups):
             for p in group["params"]:
@@ -104,9 +101,8 @@ class DSMuon(Optimizer):
                     dtype = DTYPES[self.config.momentum_dtype]
                     self.state[p] = {"momentum_buffer": torch.zeros_like(p, dtype=dtype, requires_grad=False)}
                     if self.config.variant == "normuon":
-                        there = device or p.device
                         # A column, because ZeRO takes state of the partition's own shape to be partitioned.
-                        self.state[p]["row_variance"] = torch.zeros((rows[i], 1), dtype=torch.float32, device=there)
+                        self.state[p]["row_variance"] = torch.zeros((rows[i], 1), dtype=torch.float32, device=device)
                 else:
                     self.state[p] = new_state(p)
         if self.adamw_groups:
@@ -123,13 +119,6 @@ class DSMuon(Optimizer):
         (p,) = self.param_groups[group_index]["params"]
         variance: Tensor | None = self.state[p].get("row_variance")
         return variance
-
-    def momentum_error(self) -> str | None:
-        """Why a group cannot run at its momentum, which a scheduler may have changed. None if all can."""
-        for group in self.param_groups:
-            if problem := self.config.momentum_problem(group.get("momentum", 0.0)):
-                return f"param group {group['name']!r} has momentum = {group['momentum']:g}: {problem}"
-        return None
 
     def advance_momentum_(
         self,
@@ -151,30 +140,26 @@ class DSMuon(Optimizer):
         """
         self._where[group_index] = where
         group = self.param_groups[group_index]
-        g, m = (
-            flat.narrow(0, offset, flat.numel() if numel is None else numel)
-            for flat in (gradient, self.momentum_buffer(group_index))
-        )
-        here = where if where is None else where.starting(offset)
-        more: dict[str, Any] = {} if into is None else {"into": into}
-        advance_momentum_(g, m, momentum=group["momentum"], nesterov=group["nesterov"], where=here, **more)
+        end = None if numel is None else offset + numel
+        g, m = (flat[offset:end] for flat in (gradient, self.momentum_buffer(group_index)))
+        settings: dict[str, Any] = {"momentum": group["momentum"], "nesterov": group["nesterov"], "into": into}
+        advance_momentum_(g, m, **settings, where=where and where.starting(offset))
 
     @torch.no_grad()
     def step(  # type: ignore[override]
         self,
         closure: Callable[[], float] | None = None,
         *,
-        staged: Sequence[Iterable[Stretch]] | None = None,
+        staged: Sequence[Iterable[Stretch]] = (),
     ) -> None:
-        """Apply what is staged in ``.grad``: the update ``s O`` of Muon groups, the gradient of AdamW groups.
+        """Apply updates ``s O`` to the weights of Muon groups, and ``.grad`` to those of AdamW groups.
 
-        A Muon group without ``.grad`` stays as it is, and so does a matrix that ``advance_momentum_`` has not moved.
-        The ``.grad`` of Muon groups is overwritten.
+        A matrix that ``advance_momentum_`` has not moved stays as it is.
 
         Args:
             closure: none.
-            staged: what is staged for each Muon group; by default its ``.grad``. As soon as a stretch has been applied,
-                the next is asked for.
+            staged: the updates of each Muon group; overwritten. As soon as a stretch has been applied, the next is
+                asked for.
 
         Raises:
             ValueError: a closure was given.
@@ -182,22 +167,15 @@ class DSMuon(Optimizer):
         """
         if closure is not None:
             raise ValueError("DSMuon.step takes no closure: its gradients come from the ZeRO optimizer")
-        if all(p.grad is None for group in self.param_groups for p in group["params"]):
+        if not staged:
             raise RuntimeError("DSMuon.step has nothing to apply: the ZeRO optimizer calls it; call engine.step()")
-        for i, group in enumerate(self.param_groups):
-            if group["use_muon"]:
-                lr, weight_decay, where = group["lr"], group["weight_decay"], self._where.pop(i, None)
-                for p in group["params"]:
-                    if p.grad is None:
-                        continue
-                    if staged is None:
-                        apply_update_(p, p.grad, lr=lr, weight_decay=weight_decay, where=where)
-                        continue
-                    for offset, update, scale, rounded in staged[i]:
-                        w = p.narrow(0, offset, update.numel())
-                        here = None if where is None else where.starting(offset)
-                        how: dict[str, Any] = {"lr": lr, "where": here, "scale": scale, "rounded": rounded}
-                        apply_update_(w, update, weight_decay=weight_decay, **how)
+        for i, stretches in enumerate(staged):
+            group, where = self.param_groups[i], self._where.pop(i, None)
+            (p,) = group["params"]
+            for offset, update, scale, rounded in stretches:
+                w, here = p.narrow(0, offset, update.numel()), where and where.starting(offset)
+                settings: dict[str, Any] = {"lr": group["lr"], "weight_decay": group["weight_decay"], "rounded": rounded}
+                apply_update_(w, update, **settings, where=here, scale=scale)
         if self._adamw is not None:
             self._adamw.step(self.adamw_groups, self.state, self.on_host)
 

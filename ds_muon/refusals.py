@@ -201,8 +201,10 @@ def step_refusal(zero: Any, frozen: Sequence[tuple[str, Tensor]]) -> str | None:
             "and now has requires_grad = True, but ZeRO knows nothing of it, and no step would move it: set "
             "requires_grad before initialize, or to False again"
         )
-    error: str | None = zero.optimizer.momentum_error()
-    return error
+    for group in zero.optimizer.param_groups:  # a scheduler may have changed its momentum
+        if problem := zero.optimizer.config.momentum_problem(group.get("momentum", 0.0)):
+            return f"param group {group['name']!r} has momentum = {group['momentum']:g}: {problem}"
+    return None
 
 
 def _model_parallel_size(mpu: Any) -> int:

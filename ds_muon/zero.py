@@ -37,6 +37,7 @@ from ds_muon.capture import NanCapture
 from ds_muon.failure import Failure
 from ds_muon.guard import FAILED, Findings, StepGuard, Verdict
 from ds_muon.muon_group import MuonGroup, in_turns
+from ds_muon.offload import Stretch
 from ds_muon.optimizer import DSMuon
 from ds_muon.orthogonalize import release
 from ds_muon.passes import sum_of_squares
@@ -175,7 +176,7 @@ class MuonZeroOptimizer(MuonZeroBase):
         """Whether the gradients of all ranks allow the step, and which matrices move. A collective.
 
         Args:
-            gradients: as ``take_gradients`` returns them; not modified. None where that has failed.
+            gradients: as ``take_gradients`` returns them; not modified. Empty where that has failed.
         """
         muon, there = len(self.muon_groups), self.accelerator  # where ranks communicate
         squares: list[Tensor] = []
@@ -204,14 +205,16 @@ class MuonZeroOptimizer(MuonZeroBase):
         in_turns(turns)
 
     def _updates(self, i: int, gradient: Tensor, moves: Tensor) -> Iterator[None]:
-        group = self.muon_groups[i]
+        """Advance a group's momentum, turn its gradient into U, and U into updates; on the host batch by batch."""
+        group, variance = self.muon_groups[i], self.optimizer.row_variance(i)
         where = group.where(gradient, moves.to(gradient.device))
-        # On the host the flags can be looked at, so that no element need be.
-        everything = self.cpu_offload and bool(where.flags.all())
-        advance = partial(self.optimizer.advance_momentum_, i, gradient, None if everything else where)
-        if not self.cpu_offload:
-            advance()
-        yield from group.updates(gradient, self.optimizer.row_variance(i), moves, advance if self.cpu_offload else None)
+        if self.cpu_offload:
+            # The host looks at the flags here, so that it need not at each element.
+            advance = partial(self.optimizer.advance_momentum_, i, gradient, None if where.flags.all() else where)
+            yield from group.updates(gradient, variance, moves, advance)
+        else:
+            self.optimizer.advance_momentum_(i, gradient, where)
+            yield from group.updates(gradient, variance, moves)
 
     @profiled("decide")
     def decide(self, gradients: Sequence[Tensor], verdict: Verdict) -> Findings:
@@ -225,17 +228,19 @@ class MuonZeroOptimizer(MuonZeroBase):
 
         ``gradient_clipping`` scales AdamW's gradients, in place, and never Muon's: see docs/how-it-works.md.
         """
+        muon, adamw = gradients[: len(self.muon_groups)], gradients[len(self.muon_groups) :]
         if (clip := self._adamw_clip(findings)) < 1:
-            for gradient in gradients[len(self.muon_groups) :]:
+            for gradient in adamw:
                 gradient.mul_(clip)
-        for flat, gradient in zip(self.single_partition_of_fp32_groups, gradients, strict=True):
+        weights = self.single_partition_of_fp32_groups[len(muon) :]
+        for flat, gradient in zip(weights, adamw, strict=True):
             flat.grad = gradient
         if self.cpu_offload:  # .grad stays, as the place for the next step's
             parts = ((i, group.on_host) for i, group in enumerate(self.muon_groups))
             self.optimizer.step(staged=[() if part is None else self.sent_up(i, part) for i, part in parts])
         else:
-            self.optimizer.step()
-            for flat in self.single_partition_of_fp32_groups:
+            self.optimizer.step(staged=[[Stretch(0, update)] for update in muon])
+            for flat in weights:
                 flat.grad = None
         for i, group in enumerate(self.muon_groups):
             group.commit(self.optimizer.row_variance(i))

@@ -11,10 +11,9 @@ from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from torch import Tensor
 
 from ds_muon.checkpoints.check import Found
-from ds_muon.checkpoints.shards import LAYOUT, SHARD, Save, description, layout
+from ds_muon.checkpoints.shards import CUT_STATE, LAYOUT, SHARD, Save, description, layout
 from ds_muon.failure import Failure
 from ds_muon.layout import outputs
-from ds_muon.optimizer import CUT_STATE
 from ds_muon.passes import LARGEST_IN_LIST
 from ds_muon.progress import Progress
 from ds_muon.refusals import NO_GRADIENTS, DSMuonRefusal

@@ -61,7 +61,7 @@ FAULTS = (
     Fault("zero", "if (clip := self._adamw_clip(findings)) < 1:", "if (clip := self._adamw_clip(findings)) < 0:", STEP),
     Fault(
         "zero",
-        "for gradient in gradients[len(self.muon_groups) :]:\n                gradient.mul_(clip)",
+        "for gradient in adamw:\n                gradient.mul_(clip)",
         "for gradient in gradients:\n                gradient.mul_(clip)",
         STEP,
     ),
@@ -84,9 +84,9 @@ FAULTS = (
     Fault("zero", "Exception:\n            self._release_gradients()\n", "Exception:\n            pass\n", FAILS),
     Fault("zero_base", "        self.failure.raise_on_all()\n", "", FAILS),
     # ---- the decision
-    Fault("guard", "dist.all_reduce(sums, group=self._process_group)", "pass", GUARD),
+    Fault("guard", "dist.all_reduce(sums, group=self.process_group)", "pass", GUARD),
     Fault("guard", "may_move &= squares[len(muon) :]", "may_move &= squares[:]", GUARD),
-    Fault("guard", ".sum().sqrt() <= self._threshold", ".sum() <= self._threshold", GUARD),
+    Fault("guard", ".sum().sqrt() <= self.threshold", ".sum() <= self.threshold", GUARD),
     Fault("guard", "of_group.ne(0) & may_move", "of_group.ge(0) & may_move", IDLE),
     Fault("guard", "of_group.ne(0) & may_move", "of_group.ne(0)", GUARD),
     Fault("guard", "squares.sum().isfinite() & (totals[-1] == 0)", "squares.sum().isfinite()", "ranks/test_around_engine.py"),

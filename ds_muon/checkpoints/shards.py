@@ -16,7 +16,6 @@ from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from ds_muon.checkpoints.reshard import Offsets
 from ds_muon.dtypes import name_of
 from ds_muon.layout import order_of_outputs
-from ds_muon.optimizer import CUT_STATE
 
 LAYOUT = "ds_muon_layout"
 """Key in a checkpoint's shard: the ``layout`` that it was saved with."""
@@ -26,6 +25,8 @@ SAVE = "ds_muon_save"
 """Key in a checkpoint's file of weights: the number of the ``Save``, its tag and its step, as in a description."""
 BASE, CLIP_GRAD = deepspeed_zero.BASE_OPTIMIZER_STATE, deepspeed_zero.CLIP_GRAD
 """DeepSpeed's keys in a shard: state and param groups of the optimizer; gradient_clipping."""
+CUT_STATE = frozenset({"momentum_buffer", "exp_avg", "exp_avg_sq"})
+"""State with a number for each element of the flat partition; the other is the same on every rank."""
 FORMAT = 1
 """Number of the format of these. A later ds_muon may write a larger one, which this one refuses."""
 

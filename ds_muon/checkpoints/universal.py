@@ -35,9 +35,8 @@ from ds_muon.checkpoints.check import (
     say_what_changes,
 )
 from ds_muon.checkpoints.reshard import Buffers, Stretch, stretches
-from ds_muon.checkpoints.shards import BASE, CLIP_GRAD, LAYOUT, SAVE, SHARD, Misfit, description, layout
+from ds_muon.checkpoints.shards import BASE, CLIP_GRAD, CUT_STATE, LAYOUT, SAVE, SHARD, Misfit, description, layout
 from ds_muon.dtypes import name_of
-from ds_muon.optimizer import CUT_STATE
 from ds_muon.say import say
 from ds_muon.text import count
 

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_muon.checkpoints.shards import BASE, LAYOUT, SAVE, SHARD
+from ds_muon.checkpoints.shards import BASE, CUT_STATE, LAYOUT, SAVE, SHARD
 from ds_muon.checkpoints.shards import FORMAT as SHARD_FORMAT
 from ds_muon.checkpoints.universal import CONTENT, CONVERSION, FORMAT, LATEST, OPTIMIZER_FILE, PARAM, Content, file_of
 from ds_muon.conversion.ordinary import ConversionError, Ordinary
 from ds_muon.dtypes import name_of
 from ds_muon.files import check_writable, write_text, writing
-from ds_muon.optimizer import CUT_STATE
 
 _LOCAL = ("param_slice_mappings", "single_partition_of_fp32_groups", BASE)
 # Of a scheduler's state, what has something for each param group: the run that loads it has others.

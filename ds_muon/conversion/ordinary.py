@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_muon.checkpoints.shards import FORMAT, LAYOUT, SAVE, SHARD, optimizer_of, states_of
-from ds_muon.optimizer import CUT_STATE
+from ds_muon.checkpoints.shards import CUT_STATE, FORMAT, LAYOUT, SAVE, SHARD, optimizer_of, states_of
 from ds_muon.plan.zero_layout import Slice, cut
 
 MODEL_FILE = "mp_rank_00_model_states.pt"

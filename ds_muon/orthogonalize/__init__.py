@@ -57,13 +57,16 @@ def orthogonalize(matrices: Sequence[Tensor], settings: NewtonSchulz) -> list[Te
     return [outputs[index] for index in range(len(matrices))]
 
 
-def batches(shapes: Sequence[tuple[int, int]], device: torch.device, settings: NewtonSchulz) -> Iterator[Sequence[int]]:
+def batches(
+    shapes: Sequence[tuple[int, int]], device: torch.device, settings: NewtonSchulz, most: int | None = None
+) -> Iterator[Sequence[int]]:
     """Which matrices to orthogonalize together: indices of equal shapes, as many as the workspace allows.
 
     Args:
         shapes: (rows, cols) of each matrix.
         device: where they are.
         settings: of the iteration.
+        most: bytes of the input of a batch; a larger matrix is alone. None for no such bound.
     """
     backend = BACKENDS[settings.backend]()
     alone = backend.alone(device, settings.dtype)
@@ -72,8 +75,10 @@ def batches(shapes: Sequence[tuple[int, int]], device: torch.device, settings: N
         by_shape.setdefault(shape, []).append(index)
     for (rows, cols), indices in by_shape.items():
         squares = settings.iteration(rows, cols).squares
-        limit = max(1, WORKSPACE_BYTES // max(1, backend.workspace(rows, cols, settings.dtype, squares)))
-        chunks = len(indices) if alone else -(-len(indices) // limit)
+        limit = WORKSPACE_BYTES // max(1, backend.workspace(rows, cols, settings.dtype, squares))
+        if most is not None:
+            limit = min(limit, most // max(1, rows * cols * torch.float32.itemsize))
+        chunks = len(indices) if alone else -(-len(indices) // max(1, limit))
         for chunk in range(chunks):
             yield indices[len(indices) * chunk // chunks : len(indices) * (chunk + 1) // chunks]
 

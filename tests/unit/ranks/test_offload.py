@@ -21,11 +21,11 @@ from torch import Tensor
 from ds_muon import muon_group
 from ds_muon.offload import Journey
 from ds_muon.orthogonalize import NewtonSchulz
+from ds_muon.orthogonalize.torch_backend import TorchOperations
 from ds_muon.passes import host_passes, lift
 from ds_muon.replay import read_capture
 from tests.unit.support.around_engine import BUT_THE_MODEL, offload_and_reload
 from tests.unit.support.bad_steps import STRADDLING, WHOLE, bad_second_step
-from tests.unit.support.batches import cut_into
 from tests.unit.support.captures import captured_step, environment
 from tests.unit.support.cases import in_turns, pairwise
 from tests.unit.support.checked import assert_right, check_block
@@ -348,7 +348,7 @@ def in_pieces_of(most: int | None, config: dict[str, Any]) -> tuple[dict[str, Te
     staged = mock.patch.object(muon_group, "STAGING_BYTES", muon_group.STAGING_BYTES if most is None else most)
     with (
         mock.patch.object(ferry, "up_from", up_from),
-        mock.patch.object(muon_group, "batches", cut_into(100)),
+        mock.patch.object(TorchOperations, "alone", lambda *_: False),
         staged,
     ):
         for step in range(2):
