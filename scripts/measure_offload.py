@@ -207,6 +207,8 @@ def loops(elements: int, rounds: int = 4) -> dict[str, float]:
         print(f"{name:28} {found[name]:8.1f} ms, {bytes_each} bytes an element: {rate:6.1f} GB/s", flush=True)
 
     timed("copy", 8, lambda: v.copy_(g))
+    files = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    print(f"{torch.get_num_threads()} threads of", *(file for file in files if "omp" in Path(file).name))
     timed("squares", 4, lambda: host_passes.sum_of_squares(g))
     moments: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
     timed("adamw", 28, lambda: host_passes.adamw_(w, g, m, v, step=1, **moments))
