@@ -15,7 +15,7 @@ from ds_muon.config import DSMuonConfig
 from ds_muon.dtypes import DTYPES
 from ds_muon.learning_rates import GroupRate
 from ds_muon.offload import Stretch
-from ds_muon.passes import Where, advance_momentum_, apply_update_
+from ds_muon.passes import Goal, Where, advance_momentum_, apply_update_
 from ds_muon.routing import Routing
 
 CUT_STATE = frozenset({"momentum_buffer", "exp_avg", "exp_avg_sq"})
@@ -138,7 +138,7 @@ class DSMuon(Optimizer):
         where: Where | None,
         offset: int = 0,
         numel: int | None = None,
-        into: Tensor | None = None,
+        into: Tensor | Goal | None = None,
     ) -> None:
         """Advance the momentum of a Muon group by one averaged, unscaled gradient.
 
@@ -147,7 +147,7 @@ class DSMuon(Optimizer):
             gradient: (partition_size,) fp32; overwritten with U.
             where: which of the partition's matrices move: their momentum now, their weight in ``step``. None for all.
             offset, numel: the elements to work on; by default all.
-            into: on the host, where U of these goes in place of the gradient: (numel,) fp32.
+            into: with CPU offload, where U of these goes in place of the gradient: (numel,) fp32.
         """
         self._where[group_index] = where
         group = self.param_groups[group_index]
@@ -156,7 +156,7 @@ class DSMuon(Optimizer):
             for flat in (gradient, self.momentum_buffer(group_index))
         )
         here = where if where is None else where.starting(offset)
-        more = {} if into is None else {"into": into}
+        more: dict[str, Any] = {} if into is None else {"into": into}
         advance_momentum_(g, m, momentum=group["momentum"], nesterov=group["nesterov"], where=here, **more)
 
     @torch.no_grad()
@@ -196,8 +196,8 @@ class DSMuon(Optimizer):
                     for offset, update, scale, rounded in staged[i]:
                         w = p.narrow(0, offset, update.numel())
                         here = None if where is None else where.starting(offset)
-                        settings = {"lr": lr, "weight_decay": weight_decay, "where": here}
-                        apply_update_(w, update, **settings, scale=scale, rounded=rounded)
+                        how: dict[str, Any] = {"lr": lr, "where": here, "scale": scale, "rounded": rounded}
+                        apply_update_(w, update, weight_decay=weight_decay, **how)
         if self._adamw is not None:
             self._adamw.step(self.adamw_groups, self.state, self.on_host)
 
