@@ -174,12 +174,8 @@ class DSMuon(Optimizer):
             (p,) = group["params"]
             for offset, update, scale, rounded in stretches:
                 w, here = p.narrow(0, offset, update.numel()), where and where.starting(offset)
-                settings: dict[str, Any] = {
-                    "lr": group["lr"],
-                    "weight_decay": group["weight_decay"],
-                    "rounded": rounded,
-                }
-                apply_update_(w, update, **settings, where=here, scale=scale)
+                how: dict[str, Any] = {"lr": group["lr"], "weight_decay": group["weight_decay"], "rounded": rounded}
+                apply_update_(w, update, **how, where=here, scale=scale)
         if self._adamw is not None:
             self._adamw.step(self.adamw_groups, self.state, self.on_host)
 

@@ -242,7 +242,7 @@ def step_cost(
         world_size=world_size,
         matrices=len(group.matrices),
         straddling=len(group.straddlers),
-        moved=sum(unit.moved for unit in group.units),
+        moved=sum(unit.given_away for unit in group.units),
         moved_bytes=plan.moved_elements() * size,
         moved_bytes_by_holders=by_holders.moved_elements() * size,
         busiest_bytes=max(plan.moved_by_rank()) * size,

@@ -86,8 +86,8 @@ class Unit:
         return self.holders != (self.owner,)
 
     @property
-    def moved(self) -> bool:
-        """Whether the owner holds nothing of the matrix."""
+    def given_away(self) -> bool:
+        """Whether the owner holds nothing of it."""
         return self.owner not in self.holders
 
     @property
@@ -124,20 +124,20 @@ class GroupPlan:
 
     def outgoing(self, rank: int) -> tuple[tuple[tuple[Unit, Slice], ...], ...]:
         """For each owner, the slices that ``rank`` sends it. None to itself."""
-        return self._routes((u.owner, u, s) for u, s in self._moving() if s.rank == rank)
+        return self._by_peer((u.owner, u, s) for u, s in self._travelling() if s.rank == rank)
 
     def incoming(self, rank: int) -> tuple[tuple[tuple[Unit, Slice], ...], ...]:
         """For each holder, the slices that it sends to ``rank``, in packing order."""
-        return self._routes((s.rank, u, s) for u, s in self._moving() if u.owner == rank)
+        return self._by_peer((s.rank, u, s) for u, s in self._travelling() if u.owner == rank)
 
-    def _moving(self) -> Iterator[tuple[Unit, Slice]]:
+    def _travelling(self) -> Iterator[tuple[Unit, Slice]]:
         return ((u, s) for u in self.units for s in u.slices if s.rank != u.owner)
 
-    def _routes(self, moves: Iterable[tuple[int, Unit, Slice]]) -> tuple[tuple[tuple[Unit, Slice], ...], ...]:
-        routes: list[list[tuple[Unit, Slice]]] = [[] for _ in range(self.world_size)]
-        for peer, unit, held in moves:
-            routes[peer].append((unit, held))
-        return tuple(map(tuple, routes))
+    def _by_peer(self, slices: Iterable[tuple[int, Unit, Slice]]) -> tuple[tuple[tuple[Unit, Slice], ...], ...]:
+        found: list[list[tuple[Unit, Slice]]] = [[] for _ in range(self.world_size)]
+        for peer, unit, held in slices:
+            found[peer].append((unit, held))
+        return tuple(map(tuple, found))
 
 
 @dataclass(frozen=True)
@@ -200,11 +200,11 @@ class Plan:
     def summary(self) -> str:
         """One line for a log: matrices, straddling ones, elements moved, balance."""
         straddling = sum(len(group.straddlers) for group in self.groups)
-        moved = sum(unit.moved for unit in self.units)
+        given_away = sum(unit.given_away for unit in self.units)
         return (
             f"{len(self.matrices)} matrices on {len(self.loads)} ranks, {straddling} straddle a partition boundary, "
-            f"{moved} move to a rank that holds nothing of them ({self.moved_elements():,} elements exchanged each "
-            f"way), most loaded rank {self.balance:.2f} times the mean"
+            f"{given_away} move to a rank that holds nothing of them ({self.moved_elements():,} elements exchanged "
+            f"each way), most loaded rank {self.balance:.2f} times the mean"
         )
 
 

@@ -41,7 +41,7 @@ def train_owned(shapes: list[tuple[int, ...]], config: dict[str, Any], owner: st
     for step in range(3):
         train_step(engine, exact_gradients(shapes, step, engine.device))
     normuon = config["optimizer"]["params"].get("variant") == "normuon"
-    moved = [matrix.name for matrix in engine.optimizer.plan.units if matrix.moved]
+    moved = [matrix.name for matrix in engine.optimizer.plan.units if matrix.given_away]
     found = full_weights(engine), variances(engine) if normuon else {}, moved
     engine.destroy()
     return found

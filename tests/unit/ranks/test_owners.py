@@ -66,7 +66,7 @@ def test_an_owner_that_holds_nothing_saves_the_whole_input_under_its_name(tmp_pa
     env = {"DS_MUON_NAN_CAPTURE": "1", "DS_MUON_NAN_CAPTURE_DIR": str(tmp_path), "DS_MUON_NAN_CAPTURE_RAISE": "0"}
     ranks = run_ranks(world_size, captured_owned, "next", ds_config({"nan_guard": "skip"}), env)
     matrix = ranks[0]["matrix"]
-    assert matrix.moved and all(found_on_rank["skipped"] == 1 for found_on_rank in ranks)
+    assert matrix.given_away and all(found_on_rank["skipped"] == 1 for found_on_rank in ranks)
     (path,) = tmp_path.iterdir()
     capture = read_capture(path)
     assert (capture.name, capture.rank) == (matrix.name, matrix.owner)
