@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SLOT_BYTES, SLOTS = 4 << 20, 4
+SLOT_BYTES, SLOTS = 8 << 20, 4
 """Together they stay in the caches of the host, where the copies find them, while other memory passes through. One is
 large enough for the bus, and for all threads."""
 
