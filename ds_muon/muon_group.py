@@ -96,14 +96,16 @@ class MuonGroup:
         self._scales: dict[str, Tensor] = {}
         self._met = 0  # collectives of this step that have begun
 
-    def squares(self, partition: Tensor) -> Tensor:
+    def squares(self, partition: Tensor, known: Tensor | None = None) -> Tensor:
         """For each of the plan's matrices, the sum of squares of this rank's part: (matrices,) fp64 on the device.
 
         Args:
             partition: (partition_size,) fp32; not modified.
+            known: those of the matrices in the partition; by default they are taken.
         """
-        squares = torch.zeros(self._matrices, dtype=torch.float64, device=partition.device)
-        squares[self._here] = sum_of_squares(partition, self._segments_of(partition))
+        here = sum_of_squares(partition, self._segments_of(partition)) if known is None else known
+        squares = torch.zeros(self._matrices, dtype=torch.float64, device=here.device)
+        squares[self._here] = here
         return squares
 
     def where(self, partition: Tensor, moves: Tensor) -> Where:
@@ -112,9 +114,13 @@ class MuonGroup:
 
     def _segments_of(self, partition: Tensor) -> Segments:
         if self._segments is None or self._segments.bounds.device != partition.device:
-            parts = [Held(unit.piece, held.start, held.offset, held.numel) for unit, held in self.held]
-            self._segments = Segments.of(parts, partition.numel(), partition.device)
+            self._segments = Segments.of(self.parts(0, partition.numel()), partition.numel(), partition.device)
         return self._segments
+
+    def parts(self, start: int, end: int) -> list[Held]:
+        """What lies between two elements of this rank's partition that cut no unit; offsets from the first."""
+        first, last = (bisect_left(self.held, element, key=lambda of: of[1].offset) for element in (start, end))
+        return [Held(unit.piece, held.start, held.offset - start, held.numel) for unit, held in self.held[first:last]]
 
     def updates(
         self,

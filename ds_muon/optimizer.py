@@ -15,7 +15,7 @@ from ds_muon.config import DSMuonConfig
 from ds_muon.dtypes import DTYPES
 from ds_muon.learning_rates import GroupRate
 from ds_muon.offload import Stretch
-from ds_muon.passes import Where, advance_momentum_, apply_update_
+from ds_muon.passes import Goal, Where, advance_momentum_, apply_update_
 from ds_muon.routing import Routing
 
 ORIGIN = ("name", "user_group")
@@ -127,7 +127,7 @@ class DSMuon(Optimizer):
         where: Where | None,
         offset: int = 0,
         numel: int | None = None,
-        into: Tensor | None = None,
+        into: Tensor | Goal | None = None,
     ) -> None:
         """Advance the momentum of a Muon group by one averaged, unscaled gradient.
 
@@ -136,14 +136,14 @@ class DSMuon(Optimizer):
             gradient: (partition_size,) fp32; overwritten with U.
             where: which of the partition's matrices move: their momentum now, their weight in ``step``. None for all.
             offset, numel: the elements to work on; by default all.
-            into: on the host, where U of these goes in place of the gradient: (numel,) fp32.
+            into: with CPU offload, where U of these goes in place of the gradient: (numel,) fp32.
         """
         self._where[group_index] = where
         group = self.param_groups[group_index]
         end = None if numel is None else offset + numel
         g, m = (flat[offset:end] for flat in (gradient, self.momentum_buffer(group_index)))
-        here = where and where.starting(offset)
-        advance_momentum_(g, m, momentum=group["momentum"], nesterov=group["nesterov"], where=here, into=into)
+        how: dict[str, Any] = {"where": where and where.starting(offset), "into": into}
+        advance_momentum_(g, m, momentum=group["momentum"], nesterov=group["nesterov"], **how)
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -173,9 +173,9 @@ class DSMuon(Optimizer):
             group, where = self.param_groups[i], self._where.pop(i, None)
             (p,) = group["params"]
             for offset, update, scale, rounded in stretches:
-                w, here = p.narrow(0, offset, update.numel()), where and where.starting(offset)
-                settings = {"lr": group["lr"], "weight_decay": group["weight_decay"], "where": here}
-                apply_update_(w, update, **settings, scale=scale, rounded=rounded)
+                weight = p.narrow(0, offset, update.numel())
+                how: dict[str, Any] = {"where": where and where.starting(offset), "scale": scale, "rounded": rounded}
+                apply_update_(weight, update, lr=group["lr"], weight_decay=group["weight_decay"], **how)
         if self._adamw is not None:
             self._adamw.step(self.adamw_groups, self.state, self.on_host)
 

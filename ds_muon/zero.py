@@ -37,7 +37,7 @@ from ds_muon.capture import NanCapture
 from ds_muon.failure import Failure
 from ds_muon.guard import FAILED, Findings, StepGuard, Verdict
 from ds_muon.muon_group import MuonGroup, in_turns
-from ds_muon.offload import Ferry, Stretch
+from ds_muon.offload import Stretch
 from ds_muon.optimizer import DSMuon
 from ds_muon.orthogonalize import release
 from ds_muon.passes import sum_of_squares
@@ -77,7 +77,6 @@ class MuonZeroOptimizer(MuonZeroBase):
         self.guard = StepGuard(*rules, self._capture, self.failure, self.dp_process_group)
         self.skips = Skips(*rules, groups, self._capture, self.dp_process_group)
         self.plan = plan_of(self, self.newton_schulz)
-        ferry = Ferry(self.accelerator, pinned=self.cpu_offload_pin_memory) if self.cpu_offload else None
         self.muon_groups = [
             MuonGroup(
                 group,
@@ -88,7 +87,7 @@ class MuonZeroOptimizer(MuonZeroBase):
                 adjust_lr_fn=config.adjust_lr_fn,
                 beta2=config.beta2 if config.variant == "normuon" else None,
                 capture=self._capture,
-                ferry=ferry,
+                ferry=self.ferry,
             )
             for i, group in enumerate(self.plan.groups)
         ]
@@ -165,8 +164,7 @@ class MuonZeroOptimizer(MuonZeroBase):
         """
         self.micro_step_id = deepspeed_zero.INITIAL_MICRO_STEP_ID
         self._wait_for_offload_copies()
-        self._arrived.clear()
-        self._sent.clear()
+        self._begin_step()
         try:
             return [self._take_gradient(i) for i in range(len(self.bit16_groups))]
         except Exception:
@@ -184,12 +182,18 @@ class MuonZeroOptimizer(MuonZeroBase):
         squares: list[Tensor] = []
         if gradients:
             with self.failure.held("measure"):
-                squares = [group.squares(g).to(there) for group, g in zip(self.muon_groups, gradients, strict=False)]
-                squares += [sum_of_squares(g).to(there) for g in gradients[muon:]]
+                squares = [self._squares_here(i, gradient).to(there) for i, gradient in enumerate(gradients)]
         if self.failure.error is not None:
             sizes = [len(group.matrices) for group in self.plan.groups] + [1] * (len(self.bit16_groups) - muon)
             squares = [torch.zeros(size, dtype=torch.float64, device=there) for size in sizes]
         return self.guard.measure(squares[:muon], squares[muon:])
+
+    def _squares_here(self, i: int, gradient: Tensor) -> Tensor:
+        """The sums of squares of a group's gradient on this rank: (matrices,) of Muon's, or a scalar; fp64."""
+        known = self.squares_on_the_way(i)
+        if i < len(self.muon_groups):
+            return self.muon_groups[i].squares(gradient, known)
+        return sum_of_squares(gradient) if known is None else known
 
     @profiled("stage")
     def stage(self, gradients: Sequence[Tensor], verdict: Verdict) -> None:
@@ -235,22 +239,14 @@ class MuonZeroOptimizer(MuonZeroBase):
         for flat, gradient in zip(weights, adamw, strict=True):
             flat.grad = gradient
         if self.cpu_offload:  # .grad stays, as the place for the next step's
-            self.optimizer.step(staged=[self._sent_up(i) for i in range(len(muon))])
+            parts = ((i, group.on_host) for i, group in enumerate(self.muon_groups))
+            self.optimizer.step(staged=[() if part is None else self.sent_up(i, part) for i, part in parts])
         else:
             self.optimizer.step(staged=[[Stretch(0, update)] for update in muon])
             for flat in weights:
                 flat.grad = None
         for i, group in enumerate(self.muon_groups):
             group.commit(self.optimizer.row_variance(i))
-
-    def _sent_up(self, i: int) -> Iterator[Stretch]:
-        """The updates of a Muon group on the host. Weights that have moved go up while the next are computed."""
-        if (part := self.muon_groups[i].on_host) is not None:
-            rounded = self.rounded_on_host(i)
-            for stretch in part.stretches():
-                end = stretch.offset + stretch.update.numel()
-                yield stretch._replace(rounded=rounded[stretch.offset : end])
-                self.send_up(i, end, rounded=True)
 
     def _adamw_clip(self, findings: Findings) -> float:
         if self.clip_grad <= 0:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import LOSS_SCALER
 from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from torch import Tensor
@@ -15,7 +14,6 @@ from ds_muon.checkpoints.check import Found
 from ds_muon.checkpoints.shards import CUT_STATE, LAYOUT, SHARD, Save, description, layout
 from ds_muon.failure import Failure
 from ds_muon.layout import outputs
-from ds_muon.muon_group import MuonGroup
 from ds_muon.passes import LARGEST_IN_LIST
 from ds_muon.progress import Progress
 from ds_muon.refusals import NO_GRADIENTS, DSMuonRefusal
@@ -26,13 +24,11 @@ class MuonZeroBase(OffloadZero):
     """``DeepSpeedZeroOptimizer`` whose own Muon never runs, and whose state loads at any number of ranks.
 
     Attributes:
-        muon_groups: one per Muon param group, which are the first ones.
         failure: what has failed in this rank's part of a step.
         save: the ``save_checkpoint`` under way, which shards name. ``registration`` sets it; else None.
         interrupted: why no step is right any more, after a backward pass that has raised; else None.
     """
 
-    muon_groups: list[MuonGroup]
     failure: Failure
     save: Save | None = None
     interrupted: str | None = None
@@ -44,11 +40,6 @@ class MuonZeroBase(OffloadZero):
     def shapes(self, group_index: int) -> list[tuple[str, tuple[int, ...]]]:
         """Name and shape of each tensor of a Muon group, in the group's order."""
         return [(self.param_names[p], tuple(p.shape)) for p in self.bit16_groups[group_index]]
-
-    @property
-    def accelerator(self) -> torch.device:
-        """Where the model is and Newton-Schulz runs. With CPU offload, partitions are on ``device``, the host."""
-        return torch.device(get_accelerator().current_device_name())
 
     def initialize_optimizer_states(self) -> None:
         """Allocate all state: see ``DSMuon.init_state``."""

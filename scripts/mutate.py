@@ -138,8 +138,8 @@ FAULTS = (
     Fault("adamw", "own = step.clone() if i else step", "own = step.clone()", STEP),
     Fault("optimizer", 'not in ("params", *ORIGIN)', 'not in ("params",)', "ranks/test_any_size.py"),
     # ---- CPU offload
-    Fault("offload", "self._offset(matrix) + start, into", "self._offset(matrix), into", "ranks/test_offload.py"),
-    Fault("offload", "self._current, self._filled = (self", "self._current, _ = (self", "ranks/test_offload.py"),
+    Fault("offload", "self._advance(self._offset(matrix), into", "self._advance(0, into", "ranks/test_offload.py"),
+    Fault("zero_offload", "goal = self.ferry.goal(there[here])", "goal = self.ferry.goal(there)", "ranks/test_offload.py"),
     Fault("offload", "            outputs = outputs * factors", "            pass", "ranks/test_offload.py"),
     # ---- Newton-Schulz
     Fault("orthogonalize/newton_schulz", "growth *= triple[0] ** 2", "growth *= triple[0]", ITERATION),

@@ -299,7 +299,9 @@ class Soak:
         on_gpu = self.device.type == "cuda"
         here = Path("/proc/self")
         resident = int((here / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        shm = shutil.disk_usage("/dev/shm").used
+        # Those of this process and its ranks: others use it as well.
+        ours = (str(os.getpid()), os.environ["MASTER_PORT"])
+        shm = sum(of.stat().st_size for of in Path("/dev/shm").iterdir() if any(mark in of.name for mark in ours))
         # The device's mebibytes are those of the allocator.
         return Sample(
             step,

@@ -17,12 +17,14 @@ from torch import Tensor
 
 from ds_muon.kernels.available import why_not
 from ds_muon.passes import torch_passes
+from ds_muon.passes.lift import Goal, LiftFailed
 from ds_muon.passes.segments import Held, Segments, Where
 from ds_muon.passes.torch_passes import LARGEST_IN_LIST, chunk_on, rows_of
 from ds_muon.say import log
 
 __all__ = [
     "LARGEST_IN_LIST",
+    "Goal",
     "Held",
     "Segments",
     "Where",
@@ -89,7 +91,7 @@ def _fused(in_torch: Callable[Concatenate[Tensor, P], T]) -> Callable[Concatenat
             return in_torch(first, *args, **kwargs)
         try:
             done: T = getattr(kernels, name)(first, *args, **kwargs)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, LiftFailed):
             raise
         except Exception as error:  # an older Triton, no C compiler: nothing has been written
             # If the fault is the caller's, or the device's, torch will say so.

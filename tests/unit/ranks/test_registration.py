@@ -99,7 +99,7 @@ def test_the_type_matches_in_any_case(name: str) -> None:
     ("optimizer", "expected"),
     [
         ({"type": "AdamW", "params": {"torch_adam": True}}, "AdamW"),
-        ({"type": "Muon", "params": {"lr": 0.02}}, "MuonWithAuxAdam"),
+        ({"type": "Muon", "params": {"lr": 0.02, "torch_adam": True}}, "MuonWithAuxAdam"),
         ({"type": "SGD", "params": {"lr": 0.02}}, "SGD"),
     ],
 )
