@@ -57,6 +57,7 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
             buffers: list[Tensor] = self.param_buffer_of_bit16_for_cpu_offload_groups
             while buffers:
                 get_accelerator().unpin_memory(buffers.pop())
+            getattr(torch._C, "_host_emptyCache", lambda: None)()  # else torch keeps them
 
     @property
     def accelerator(self) -> torch.device:

@@ -139,7 +139,7 @@ FAULTS = (
     Fault("optimizer", 'not in ("params", *ORIGIN)', 'not in ("params",)', "ranks/test_any_size.py"),
     # ---- CPU offload
     Fault("offload", "self._advance(self._offset(matrix), into", "self._advance(0, into", "ranks/test_offload.py"),
-    Fault("zero_offload", "goal = self.ferry.goal(there[here])", "goal = self.ferry.goal(there)", "ranks/test_offload.py"),
+    Fault("offload", "= Stretch(offset, place, scale)", "= Stretch(offset, place)", "ranks/test_offload.py"),
     Fault("offload", "            outputs = outputs * factors", "            pass", "ranks/test_offload.py"),
     # ---- Newton-Schulz
     Fault("orthogonalize/newton_schulz", "growth *= triple[0] ** 2", "growth *= triple[0]", ITERATION),

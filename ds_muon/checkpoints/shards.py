@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from deepspeed.runtime.checkpoint_engine import DataStatesCheckpointEngine
 from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 
+from ds_muon.checkpoints.reading import read_file
 from ds_muon.checkpoints.reshard import Offsets
 from ds_muon.dtypes import name_of
 from ds_muon.layout import order_of_outputs
@@ -192,7 +193,7 @@ class Shards:
             ValueError: it cannot be read.
         """
         path = self.weights
-        weights = _read(self._engine, path)
+        weights = _read(self._engine, path, trusted=True)  # as DeepSpeed will: a client_state may hold any object
         said = Save(*weights[SAVE]) if weights.get(SAVE) else None
         step = weights.get("global_steps")
         if said is None and (save is None or step is None or step == save.step):
@@ -216,18 +217,12 @@ def partition_sizes(states: Sequence[Mapping[str, Any]]) -> list[int]:
     return [next((state[key].numel() for key in state.keys() & CUT_STATE), 0) for state in states]
 
 
-def _read(engine: Any, path: Path) -> dict[str, Any]:
-    """The contents of a checkpoint's file. If the format allows it, tensors are read only when they are used."""
-    try:
-        try:
-            contents: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-        except RuntimeError:  # another format than torch's present one
-            contents = engine.checkpoint_engine.load(str(path), map_location="cpu")
-    except Exception as error:
-        raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-    if not isinstance(contents, dict):
-        raise Misfit(f"{path} is no file of a checkpoint, but holds a {type(contents).__name__}; copy that file anew")
-    return contents
+def _read(engine: Any, path: Path, *, trusted: bool = False) -> dict[str, Any]:
+    files = engine.checkpoint_engine
+    if isinstance(files, DataStatesCheckpointEngine):  # a format of its own
+        contents: dict[str, Any] = files.load(str(path), map_location="cpu")
+        return contents
+    return read_file(path, trusted=trusted)
 
 
 def optimizer_of(saved: Mapping[str, Any]) -> str:
