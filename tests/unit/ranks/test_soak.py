@@ -1,4 +1,4 @@
-"""Hundreds of steps with faults at random: nothing moves in a bad one, and no rank ever differs from another."""
+"""Many steps with faults at random: nothing moves in a bad one, and no rank ever differs from another."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def assert_the_same_on_every_rank(engine: Any, step: int) -> None:
     assert all(torch.equal(flat, other) for other in everyones), step
 
 
-@pytest.mark.parametrize("steps", first_of([100, 500]))
+@pytest.mark.parametrize("steps", first_of([60, 500]))
 @pytest.mark.parametrize(("stage", "dtype", "variant"), [(2, "float32", "muon"), (1, "bfloat16", "normuon")])
-def test_hundreds_of_steps_with_faults_at_random(stage: int, dtype: str, variant: str, steps: int) -> None:
+def test_many_steps_with_faults_at_random(stage: int, dtype: str, variant: str, steps: int) -> None:
     params = {"nan_guard": "skip", "grad_norm_skip_threshold": 1e4, "variant": variant, "weight_decay": 0.01}
-    first, second = run_ranks(2, soak, ds_config(params, stage=stage, dtype=dtype), 7, steps, timeout=240.0)
+    first, second = run_ranks(2, soak, ds_config(params, stage=stage, dtype=dtype), 7, steps)
     assert first == second and all(first[fault] > steps / 25 for fault in FAULTS) and first["clean"] > 0.6 * steps
