@@ -3,6 +3,7 @@
     python scripts/measure_offload.py --models gpt-303m gpt-1.2b --json offload.json --trace trace.json
     python scripts/measure_offload.py --models gpt-3b --only dsmuon-offload adamw-offload
     python scripts/measure_offload.py --largest            # the largest GPT that trains with offload and without
+    python scripts/measure_offload.py --loops              # the host's loops alone, by bytes of a slot
 
 DSMuon with and without offload, AdamW offloaded (DeepSpeedCPUAdam) and DeepSpeed's Muon offloaded; each in a process of
 its own, all of them ``--passes`` times in turn. No process takes longer than ``--limit`` seconds, and none begins after
@@ -24,6 +25,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +178,51 @@ def bus(parameters: int) -> dict[str, float]:
     return {"up": timed(up, 0), "down": timed(0, down), "both": timed(up, down), "host_gb_s": host}
 
 
+def loops(elements: int, rounds: int = 4) -> dict[str, float]:
+    """Least milliseconds of the host's loops over so many elements, alone; those that lift by MiB of a slot."""
+    import torch
+
+    from ds_muon.passes import host_passes, lift
+
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    g, m, v, w = (torch.zeros(elements, pin_memory=on_gpu) for _ in range(4))
+    o = torch.zeros(elements, dtype=torch.float16, pin_memory=on_gpu)
+    u, rounded = (torch.zeros(elements, dtype=dtype, device=device) for dtype in (torch.float32, torch.bfloat16))
+    found: dict[str, float] = {}
+
+    def timed(name: str, bytes_each: int, run: Callable[[], object]) -> None:
+        seconds = []
+        for _ in range(rounds):
+            start = time.perf_counter()
+            run()
+            if on_gpu:
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        found[name] = 1e3 * min(seconds)
+        rate = bytes_each * elements / min(seconds) / 1e9
+        print(f"{name:28} {found[name]:8.1f} ms, {bytes_each} bytes an element: {rate:6.1f} GB/s", flush=True)
+
+    timed("copy", 8, lambda: v.copy_(g))
+    timed("squares", 4, lambda: host_passes.sum_of_squares(g))
+    moments: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
+    timed("adamw", 28, lambda: host_passes.adamw_(w, g, m, v, step=1, **moments))
+    momentum: dict[str, Any] = {"momentum": 0.95, "nesterov": True}
+    move: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "scale": 2.0}
+    timed("advance, in place", 16, lambda: host_passes.advance_momentum_(g, m, **momentum))
+    timed("apply", 10, lambda: host_passes.apply_update_(w, o, **move))
+    for kib in (512, 1024, 2048, 4096, 8192, 16384):
+        lift.SLOT_BYTES = kib << 10
+        by = lift.Lift(device, pinned=on_gpu)
+        runs: tuple[tuple[str, int, Callable[..., object], dict[str, Any]], ...] = (
+            ("advance", 12, partial(host_passes.advance_momentum_, g, m, **momentum), {"into": lift.Goal(u, by)}),
+            ("apply", 10, partial(host_passes.apply_update_, w, o, **move), {"rounded": lift.Goal(rounded, by)}),
+        )
+        for name, bytes_each, run, goal in runs:
+            timed(f"{name}, slots of {kib} KiB", bytes_each, partial(run, **goal))
+    return found
+
+
 def in_a_process(options: argparse.Namespace, **changes: Any) -> dict[str, Any]:
     """What ``measure`` finds, or {"problem": why not}."""
     with socket.socket() as probe:
@@ -292,6 +340,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=420.0, help="seconds after which no process begins")
     parser.add_argument("--only", nargs="+", choices=CANDIDATES, default=[*CANDIDATES])
     parser.add_argument("--largest", action="store_true", help="in place of the comparison")
+    parser.add_argument("--loops", action="store_true", help="in place of the comparison: the host's loops alone")
     parser.add_argument("--trace", type=Path, help="write a trace of one iteration with offload, of the last model")
     parser.add_argument("--json", type=Path, help="write all numbers")
     for hidden, kind in {"candidate": str, "layers": int, "width": int}.items():
@@ -301,9 +350,12 @@ def main() -> None:
         print(json.dumps(measure(options)), flush=True)
         return
     begun = time.perf_counter()
-    found = largest(options, begun) if options.largest else compare(options, begun)
-    if not options.largest:
-        show(found)
+    if options.loops:
+        found: dict[str, Any] = loops(300_000_000)
+    else:
+        found = largest(options, begun) if options.largest else compare(options, begun)
+        if not options.largest:
+            show(found)
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1))
 

@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import shutil
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +26,7 @@ from tests.unit.support.checkpoints import (
     SCHEDULER,
     SHAPES,
     UNIVERSAL,
+    Code,
     Layers,
     assert_same,
     by_name,
@@ -32,6 +34,7 @@ from tests.unit.support.checkpoints import (
     cut_short,
     forget,
     save_layers,
+    weights,
 )
 from tests.unit.support.models import (
     PrescribedGradients,
@@ -215,6 +218,17 @@ def test_what_cannot_be_converted_is_said_and_nothing_is_written(
     (tmp_path / "less/step2" / of_rank_1).unlink()
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
+    strangers = {
+        "code": {"ds_version": Code(tmp_path / "made")},
+        "own": {"args": Namespace()},
+        "named": {"param_shapes": [{"../../../x": torch.Size([16, 16])}]},
+        "other": {"param_shapes": 1},
+    }
+    for name, contents in strangers.items():
+        shutil.copytree(tmp_path / "run", tmp_path / name)
+        torch.save({**torch.load(weights(tmp_path / name / "step2")), **contents}, weights(tmp_path / name / "step2"))
+    shutil.copytree(tmp_path / "run", tmp_path / "elsewhere")
+    (tmp_path / "elsewhere/latest").write_text("../run/step2")
     (tmp_path / "run/step2/out").mkdir()
     for command, source, out, said in (
         ("to-universal", "nowhere", "out", "is no folder"),
@@ -225,12 +239,18 @@ def test_what_cannot_be_converted_is_said_and_nothing_is_written(
         ("to-universal", "torn", "out", f"{of_rank_1} cannot be read"),
         ("to-universal", "less", "out", f"{of_rank_1} is missing"),
         ("migrate", "two", "out", f"{of_rank_1} is of another save than"),
+        ("migrate", "code", "out", "model_states.pt holds a posix.mkdir, and to read that may run any code"),
+        ("to-universal", "own", "out", "model_states.pt holds a argparse.Namespace"),
+        ("to-universal", "named", "out", "'../../../x' leads out of"),
+        ("to-universal", "other", "out", "is damaged, or not of DeepSpeed: TypeError"),
+        ("migrate", "elsewhere", "out", "'../run/step2' leads out of"),
         ("to-universal", "adamw", "out", "was saved by AdamW, and not by DSMuon; use ds-muon migrate"),
         ("migrate", "sgd", "out", "was saved by SGD, whose state is of no use to DSMuon"),
     ):
         assert main([command, str(tmp_path / source), str(tmp_path / out)]) == 2
         assert said in capfd.readouterr().err
-        assert not (tmp_path / "out").exists()
+        assert not (tmp_path / "out").exists() and not (tmp_path / "made").exists()
+    assert main(["to-universal", "--trust", str(tmp_path / "own"), str(tmp_path / "trusted")]) == 0
     with mock.patch("torch.save", full):
         assert main(["to-universal", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
     assert "No space left on device" in capfd.readouterr().err and not (tmp_path / "out" / "latest").exists()

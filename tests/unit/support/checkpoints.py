@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -205,6 +206,16 @@ def forget(folder: Path) -> None:
         contents = torch.load(shard(folder, rank), weights_only=False)
         del contents["optimizer_state_dict"]["ds_muon_shard"]
         torch.save(contents, shard(folder, rank))
+
+
+class Code:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = str(folder)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.folder,)
 
 
 class Layers(nn.Module):
