@@ -4,8 +4,9 @@ from ds_muon.config import DSMuonConfig, DSMuonConfigError
 from ds_muon.one_matrix import muon_update
 from ds_muon.optimizer import DSMuon
 from ds_muon.orthogonalize import COEFFICIENTS, NewtonSchulz, reference_newton_schulz
-from ds_muon.plan.owners import Rates
-from ds_muon.plan.partition import FlatLayout, Plan, flat_layout, make_plan
+from ds_muon.plan.partition import Plan, make_plan
+from ds_muon.plan.rates import Rates
+from ds_muon.plan.zero_layout import FlatLayout, flat_layout
 from ds_muon.refusals import DSMuonRefusal
 from ds_muon.registration import register
 from ds_muon.routing import Routing, RoutingError, route

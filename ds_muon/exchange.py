@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_muon.orthogonalize import NewtonSchulz
-from ds_muon.plan.partition import GroupPlan, Slice, Unit
+from ds_muon.plan.partition import GroupPlan, Unit
+from ds_muon.plan.zero_layout import Slice
 from ds_muon.ranges import profiled
 
 _Span: TypeAlias = tuple[int, int, int]
@@ -73,7 +74,10 @@ class Transfer:
             if self._work is not None:
                 self._work.wait()
             if self._targets:
-                _unpack(self._received, self._targets)
+                received = self._received.to(self._targets[0].device)
+                pieces = torch.split(received, [target.numel() for target in self._targets])
+                for target, piece in zip(self._targets, pieces, strict=True):
+                    target.copy_(piece)
             self._work = self._sent = self._received = None
         return self.tensors
 
@@ -195,9 +199,3 @@ def _of_partition(partition: Tensor, held: Slice) -> Tensor:
 
 def _pack(pieces: Sequence[Tensor], *, like: Tensor) -> Tensor:
     return torch.cat(list(pieces)) if pieces else like.new_empty(0)
-
-
-def _unpack(packed: Tensor, targets: Sequence[Tensor]) -> None:
-    packed = packed.to(targets[0].device)
-    for target, piece in zip(targets, torch.split(packed, [target.numel() for target in targets]), strict=True):
-        target.copy_(piece)

@@ -26,13 +26,15 @@ class Verdict:
         may_move: bool scalar: all gradients are finite, the norm of AdamW's is within the threshold, and no rank
             has failed. The size of Muon's does not matter.
         moves: (matrices,) bool for each Muon group: ``may_move``, and the matrix's gradient is not zero everywhere.
-        for_host: the numbers that the host needs to know.
+        numbers: what the host needs to know: ``squares``, the ranks that ask to stop, ``may_move``.
+        on_its_way: the same, if nothing else decides on the step.
     """
 
     squares: Tensor
     may_move: Tensor
     moves: tuple[Tensor, ...]
-    for_host: HostCopy
+    numbers: Tensor
+    on_its_way: HostCopy | None
 
 
 @dataclass(frozen=True)
@@ -71,17 +73,12 @@ class Findings:
 
 
 class HostCopy:
-    """Numbers on their way from the device to the host.
+    """Numbers on their way from the device to the host. The copy is queued here, so that it waits for no later work."""
 
-    Args:
-        numbers: on the device.
-        early: whether the copy is queued now, so that it waits for no later work; else ``wait`` queues it.
-    """
-
-    def __init__(self, numbers: Tensor, *, early: bool) -> None:
-        self.numbers = self._copy = numbers
+    def __init__(self, numbers: Tensor) -> None:
+        self._copy = numbers
         self._event: torch.cuda.Event | None = None
-        if early and numbers.is_cuda:
+        if numbers.is_cuda:
             # A copy to memory that is not pinned would stop the host.
             self._copy = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
             self._copy.copy_(numbers, non_blocking=True)
@@ -95,10 +92,11 @@ class HostCopy:
         return found
 
 
+@dataclass(frozen=True)
 class StepGuard:
     """Decides with all ranks whether a step is applied.
 
-    Args:
+    Attributes:
         nan_guard: ``"off"``, ``"skip"`` or ``"raise"``.
         threshold: ``grad_norm_skip_threshold``.
         capture: saves the inputs of updates that are not finite, and may ask to stop then.
@@ -106,19 +104,11 @@ class StepGuard:
         process_group: the ranks that share the weights; all must make the same calls.
     """
 
-    def __init__(
-        self,
-        nan_guard: str,
-        threshold: float | None,
-        capture: NanCapture,
-        failure: Failure,
-        process_group: dist.ProcessGroup | None,
-    ) -> None:
-        self._nan_guard = nan_guard
-        self._threshold = threshold
-        self._capture = capture
-        self._failure = failure
-        self._process_group = process_group
+    nan_guard: str
+    threshold: float | None
+    capture: NanCapture
+    failure: Failure
+    process_group: dist.ProcessGroup | None
 
     def measure(self, muon: Sequence[Tensor], adamw: Sequence[Tensor]) -> Verdict:
         """Add up the sums of squares of all ranks. A collective; the host does not wait.
@@ -128,24 +118,24 @@ class StepGuard:
             adamw: fp64 scalar for each AdamW group: the same over this rank's partition.
         """
         # About the step before, which the capture still remembers. With the guard on, all ranks have stopped in it.
-        asks = self._capture.stops_training and self._nan_guard == "off"
-        failed = self._failure.error is not None
+        asks = self.capture.stops_training and self.nan_guard == "off"
+        failed = self.failure.error is not None
         counts = [*(len(sums) for sums in muon), *(1 for _ in adamw), 1, 1]
         everything = [*muon, *(total.view(1) for total in adamw)]
         sums = torch.cat([*everything, *(everything[0].new_full((1,), float(one)) for one in (asks, failed))])
-        dist.all_reduce(sums, group=self._process_group)
+        dist.all_reduce(sums, group=self.process_group)
         by_group = torch.split(sums, counts)
         # One for each group, then the number of ranks that ask to stop, then the number of ranks that have failed.
         totals = torch.stack([of_group.sum() for of_group in by_group])
         squares = totals[:-2]
         may_move = squares.sum().isfinite() & (totals[-1] == 0)
-        if self._threshold is not None:
-            may_move &= squares[len(muon) :].sum().sqrt() <= self._threshold
+        if self.threshold is not None:
+            may_move &= squares[len(muon) :].sum().sqrt() <= self.threshold
+        numbers = torch.cat([totals[:-1], may_move.double().view(1)])
         # Where ranks agree on a byte later, these numbers reach the host together with it.
-        early = self._nan_guard == "off" and self._failure.alone
-        for_host = HostCopy(torch.cat([totals[:-1], may_move.double().view(1)]), early=early)
+        on_its_way = HostCopy(numbers) if self.nan_guard == "off" and self.failure.alone else None
         moves = tuple(of_group.ne(0) & may_move for of_group in by_group[: len(muon)])
-        return Verdict(squares, may_move, moves, for_host)
+        return Verdict(squares, may_move, moves, numbers, on_its_way)
 
     def decide(self, verdict: Verdict, updates: Iterable[Tensor]) -> Findings:
         """Whether to apply what is staged, the same on every rank. The only time in a step that the host waits.
@@ -159,21 +149,20 @@ class StepGuard:
                 with the guard on only.
         """
         found = float(FINITE)
-        if self._nan_guard == "off" and self._failure.alone:
-            *squares, stop, may = verdict.for_host.wait()
+        if verdict.on_its_way is not None:
+            *squares, stop, may = verdict.on_its_way.wait()
         else:
-            numbers = verdict.for_host.numbers
-            byte = torch.full((1,), FINITE, dtype=torch.uint8, device=numbers.device)
-            if self._nan_guard != "off":
-                with self._failure.held("decide"):
+            byte = torch.full((1,), FINITE, dtype=torch.uint8, device=verdict.numbers.device)
+            if self.nan_guard != "off":
+                with self.failure.held("decide"):
                     # A NaN survives in the largest magnitude.
                     largest = [torch.linalg.vector_norm(u, ord=float("inf")) for u in updates]
                     byte.copy_(torch.stack(largest).isfinite().all().logical_not())
-                if self._capture.stops_training:
+                if self.capture.stops_training:
                     byte.fill_(CAPTURED)
-            if self._failure.error is not None:
+            if self.failure.error is not None:
                 byte.fill_(FAILED)
-            dist.all_reduce(byte, op=dist.ReduceOp.MAX, group=self._process_group)
-            *squares, stop, may, found = torch.cat([numbers, byte.double()]).tolist()
+            dist.all_reduce(byte, op=dist.ReduceOp.MAX, group=self.process_group)
+            *squares, stop, may, found = torch.cat([verdict.numbers, byte.double()]).tolist()
         of_muon = len(verdict.moves)
         return Findings(squares[:of_muon], squares[of_muon:], bool(may), int(found), bool(stop))

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ds_muon.capture import NanCapture
-from ds_muon.exchange import Exchange, Transfer, result_dtype
+from ds_muon.exchange import Exchange, result_dtype
 from ds_muon.failure import Failure
 from ds_muon.normuon import RowVariance
 from ds_muon.offload import STAGING_BYTES, Ferry, HostPart
 from ds_muon.orthogonalize import NewtonSchulz, batches, orthogonalize_batch
-from ds_muon.passes import Held, Segments, Where, rows_of, store_updates, sum_of_squares
-from ds_muon.plan.partition import GroupPlan, Matrix, Slice, Unit
+from ds_muon.passes import Held, Segments, Where, store_updates, sum_of_squares
+from ds_muon.plan.partition import GroupPlan, Matrix, Unit
+from ds_muon.plan.zero_layout import Slice
 from ds_muon.ranges import profiled
+from ds_muon.strips import Copies, assembled, scale_strips_
 from ds_muon.update import update_scale
 
-_Batch = Sequence[tuple[Matrix, Tensor]]
-_Indices = list[Sequence[int]]
+_Batch: TypeAlias = Sequence[tuple[Matrix, Tensor]]
+_Batches: TypeAlias = list[Sequence[int]]
 
 
 def in_turns(updates: Sequence[Iterator[None]]) -> None:
     """Run the updates of several groups, so that slices of one travel while another computes. A collective.
 
-    At most two groups hold gathered matrices at a time, because these take memory.
+    At most two groups hold gathered matrices at a time, because these take memory. Batches of a group go up from the
+    host, and come down, in the same way.
 
     Args:
         updates: ``MuonGroup.updates`` of each group, in the same order on every rank.
@@ -67,39 +72,40 @@ class MuonGroup:
         ferry: Ferry | None = None,
     ) -> None:
         self.exchange = Exchange(plan, rank, process_group, None if ferry is None else ferry.device)
-        self.row_variance: RowVariance | None = None
+        self.row_variance = None if beta2 is None else RowVariance(plan, names, beta2, process_group)
         """Where the rows of NorMuon's state lie; None for plain Muon."""
-        if beta2 is not None:
-            self.row_variance = RowVariance(plan, names, beta2, process_group)
-        self._matrices = len(plan.matrices)
-        self._held = plan.held(rank)
-        # The units in a partition are neighbours in the flat buffer, and so are their matrices in the plan.
-        index = plan.units.index(self._held[0][0]) if self._held else 0
-        first = sum(len(unit.matrices) for unit in plan.units[:index])
-        self._here = slice(first, first + sum(len(unit.matrices) for unit, _ in self._held))
-        self._segments: Segments | None = None
+        self.held = plan.held(rank)
+        """Each unit that this rank holds a slice of, with that slice."""
+        self.on_host: HostPart | None = None
+        """What this step's updates have left in a partition on the host."""
         self._settings = settings
         self._adjust_lr_fn = adjust_lr_fn
         self._capture = capture
         self._ferry = ferry
-        self.on_host: HostPart | None = None
-        """What this step's updates have left in a partition on the host."""
-        # Once, because a model may have thousands of experts.
-        self._whole = [(unit, held) for unit, held in self._held if not unit.travels]
-        self._runs = _runs(self._whole)
-        self._travelling = [(unit, held) for unit, held in self._held if unit.travels]
-        self._order: tuple[_Indices, _Indices, _Indices] | None = None
-        self._met = 0  # collectives of this step that have begun
+        # What follows is the same in every step, and a model may have thousands of experts.
+        self._matrices = len(plan.matrices)
+        # The units in a partition are neighbours in the flat buffer, and so are their matrices in the plan.
+        index = plan.units.index(self.held[0][0]) if self.held else 0
+        first = sum(len(unit.matrices) for unit in plan.units[:index])
+        self._here = slice(first, first + sum(len(unit.matrices) for unit, _ in self.held))
+        self._segments: Segments | None = None
+        self._staying = [(unit, held) for unit, held in self.held if not unit.travels]
+        self._travelling = [(unit, held) for unit, held in self.held if unit.travels]
+        self._runs = _runs(self._staying)
+        self._order: tuple[_Batches, _Batches, _Batches] | None = None
         self._scales: dict[str, Tensor] = {}
+        self._met = 0  # collectives of this step that have begun
 
-    def squares(self, partition: Tensor) -> Tensor:
+    def squares(self, partition: Tensor, known: Tensor | None = None) -> Tensor:
         """For each of the plan's matrices, the sum of squares of this rank's part: (matrices,) fp64 on the device.
 
         Args:
             partition: (partition_size,) fp32; not modified.
+            known: those of the matrices in the partition; by default they are taken.
         """
-        squares = torch.zeros(self._matrices, dtype=torch.float64, device=partition.device)
-        squares[self._here] = sum_of_squares(partition, self._segments_of(partition))
+        here = sum_of_squares(partition, self._segments_of(partition)) if known is None else known
+        squares = torch.zeros(self._matrices, dtype=torch.float64, device=here.device)
+        squares[self._here] = here
         return squares
 
     def where(self, partition: Tensor, moves: Tensor) -> Where:
@@ -108,9 +114,64 @@ class MuonGroup:
 
     def _segments_of(self, partition: Tensor) -> Segments:
         if self._segments is None or self._segments.bounds.device != partition.device:
-            parts = [Held(unit.piece, held.start, held.offset, held.numel) for unit, held in self._held]
-            self._segments = Segments.of(parts, partition.numel(), partition.device)
+            self._segments = Segments.of(self.parts(0, partition.numel()), partition.numel(), partition.device)
         return self._segments
+
+    def parts(self, start: int, end: int) -> list[Held]:
+        """What lies between two elements of this rank's partition that cut no unit; offsets from the first."""
+        first, last = (bisect_left(self.held, element, key=lambda of: of[1].offset) for element in (start, end))
+        return [Held(unit.piece, held.start, held.offset - start, held.numel) for unit, held in self.held[first:last]]
+
+    def updates(
+        self,
+        partition: Tensor,
+        variance: Tensor | None,
+        moves: Tensor,
+        advance: Callable[..., None] | None = None,
+    ) -> Iterator[None]:
+        """Overwrite U with the update ``s O`` in this rank's partition; padding stays zero. A collective.
+
+        Yields twice, while slices travel: the work of another group can hide that, see ``in_turns``. With NorMuon,
+        normalizes the rows of O and stages their new variances for ``commit``.
+
+        Args:
+            partition: (partition_size,) fp32; not to be touched until this has ended.
+            variance: (rows, 1) fp32, NorMuon's current state; not modified. None for plain Muon.
+            moves: (matrices,) bool, whether each of the plan's matrices moves. If not, its U is zero.
+            advance: as ``HostPart`` takes it; needed on the host, where ``on_host`` then has the updates.
+        """
+        if advance is not None and self._ferry is not None:
+            self.on_host = HostPart(partition, advance, self._ferry)
+            self.on_host.advance([partition.narrow(0, held.offset, held.numel) for _, held in self._travelling])
+        gathering = self.exchange.gather(partition)
+        self._met = 1
+        if self.row_variance is not None and variance is not None:
+            self.row_variance.begin(variance, moves)
+        yield  # slices of U are on their way to the ranks that own their matrices
+
+        staying = self._inputs(partition)
+        gathered = zip(self.exchange.owned, gathering.tensors, strict=True)
+        inputs = [*staying, *((m, u) for unit, u in gathered for m in unit.matrices)]
+        if self._order is None:
+            # While one batch is orthogonalized, the next goes up from the host.
+            most = None if self._ferry is None else STAGING_BYTES // 2
+            self._order = order_batches([m for m, _ in inputs], len(staying), self._settings, moves.device, most)
+        before, together, after = self._order
+        self._update(before, inputs, len(staying))
+        gathering.wait()
+        results = self._update(together, inputs, len(staying))
+        outputs = [assembled(unit, results, self._result_dtype) for unit in self.exchange.owned]
+        returning = self.exchange.scatter(outputs, partition, self._result_dtype)
+        self._met = 2
+        del gathering, gathered, inputs, results, outputs  # frees the gathered matrices
+        self._update(after, staying, len(staying))
+        yield  # slices of O are on their way to the ranks that hold them
+
+        returning.wait()
+        if self.row_variance is not None:
+            self.row_variance.agree()
+        self._met = 3
+        self._scale_travellers(partition)
 
     def in_any_case(
         self, updates: Iterator[None], variance: Tensor | None, moves: Tensor, failure: Failure
@@ -134,201 +195,92 @@ class MuonGroup:
         """Begin the next collective of ``updates`` with nothing to give."""
         self._met += 1
         if self._met < 3:
-            dtype = torch.float32 if self._met == 1 else result_dtype(self._settings, normuon=variance is not None)
+            dtype = torch.float32 if self._met == 1 else self._result_dtype
             self.exchange.take_part(back=self._met == 2, dtype=dtype, device=moves.device)
         elif self.row_variance is not None and variance is not None:
             self.row_variance.begin(variance.to(moves.device), moves)  # it may be offloaded
             self.row_variance.agree()
 
-    def updates(
-        self,
-        partition: Tensor,
-        variance: Tensor | None,
-        moves: Tensor,
-        advance: Callable[..., None] | None = None,
-    ) -> Iterator[None]:
-        """Overwrite U with the update ``s O`` in this rank's partition; padding stays zero. A collective.
+    @property
+    def _result_dtype(self) -> torch.dtype:
+        return result_dtype(self._settings, normuon=self.row_variance is not None)
 
-        Yields twice, while slices travel: the work of another group can hide that, see ``in_turns``. With NorMuon,
-        normalizes the rows of O and stages their new variances for ``commit``.
-
-        Args:
-            partition: (partition_size,) fp32; not to be touched until this has ended.
-            variance: (rows, 1) fp32, NorMuon's current state; not modified. None for plain Muon.
-            moves: (matrices,) bool, whether each of the plan's matrices moves. If not, its U is zero.
-            advance: as ``HostPart`` takes it; needed on the host, where ``on_host`` then has the updates.
-        """
-        if advance is not None and self._ferry is not None:
-            self.on_host = HostPart(partition, advance, self._ferry.device)
-            self.on_host.advance([partition.narrow(0, held.offset, held.numel) for _, held in self._travelling])
-        gathering = self.exchange.gather(partition)
-        self._met = 1
-        if self.row_variance is not None and variance is not None:
-            self.row_variance.begin(variance, moves)
-        yield  # slices of U are on their way to the ranks that own their matrices
-
-        whole = self._inputs(partition)
-        gathered = zip(self.exchange.owned, gathering.tensors, strict=True)
-        inputs = [*whole, *((m, u) for unit, u in gathered for m in unit.matrices)]
-        before, together, after = self._batches(inputs, len(whole))
-        self._update([([inputs[i] for i in indices], len(indices)) for indices in before], variance)
-        gathering.wait()
-        batches = [([inputs[i] for i in indices], sum(i < len(whole) for i in indices)) for indices in together]
-        returning = self._update_and_return(batches, partition, variance)
-        self._met = 2
-        del gathering, gathered, inputs, batches  # frees the gathered matrices
-        self._update([([whole[i] for i in indices], len(indices)) for indices in after], variance)
-        yield  # slices of O are on their way to the ranks that hold them
-
-        returning.wait()
-        if self.row_variance is not None:
-            self.row_variance.agree()
-        self._met = 3
-        self._scale_travellers(partition)
-
-    def _inputs(self, partition: Tensor) -> list[tuple[Matrix, Tensor]]:
-        """The matrices that this rank holds and owns, each with U of its unit, (rows, cols), a view."""
+    def _inputs(self, partition: Tensor) -> _Batch:
+        """The matrices that stay, each with U of its unit, (rows, cols), a view."""
         units = [
             u
             for offset, count, rows, cols in self._runs
             for u in partition.narrow(0, offset, count * rows * cols).view(count, rows, cols).unbind()
         ]
-        return [(m, u) for (unit, _), u in zip(self._whole, units, strict=True) for m in unit.matrices]
+        return [(m, u) for (unit, _), u in zip(self._staying, units, strict=True) for m in unit.matrices]
 
     def _scale_travellers(self, partition: Tensor) -> None:
         """Multiply what has travelled by ``s``: in Newton-Schulz's dtype O is exact without it."""
-        scaled: list[tuple[Tensor, float]] = []
+        alike: list[tuple[Tensor, float]] = []
         for unit, held in self._travelling:
             elements = partition.narrow(0, held.offset, held.numel)
             scales = [self._scale(matrix) for matrix in unit.matrices]
             if len(set(scales)) == 1:
-                scaled.append((elements, scales[0]))
-            else:
-                # Strips of unequal sides. Kept on the device, because the host would wait for a copy.
-                if unit.name not in self._scales:
+                alike.append((elements, scales[0]))
+            else:  # strips of unequal sides
+                if unit.name not in self._scales:  # kept, because the host would wait for a copy
                     self._scales[unit.name] = elements.new_tensor([scales[label] for label in unit.piece.labels()])
-                across = self._scales[unit.name]
-                for rows, row, col in rows_of(elements, unit.cols, held.start):
-                    rows.mul_(across[col : col + rows.shape[1]] if unit.piece.axis else across[row:, None][: len(rows)])
-        if scaled := [(elements, scale) for elements, scale in scaled if scale != 1.0]:
-            torch._foreach_mul_([elements for elements, _ in scaled], [scale for _, scale in scaled])
+                scale_strips_(elements, unit.piece, held.start, self._scales[unit.name])
+        if alike := [(elements, scale) for elements, scale in alike if scale != 1.0]:
+            torch._foreach_mul_([elements for elements, _ in alike], [scale for _, scale in alike])
 
-    def _batches(self, inputs: _Batch, whole: int) -> tuple[_Indices, _Indices, _Indices]:
-        """See ``order_batches``. Kept, because it is the same in every step and takes time on the host."""
-        if self._order is None:
-            matrices = [matrix for matrix, _ in inputs]
-            if self._ferry is not None:
-                # While one batch is orthogonalized, the next goes up.
-                device, most = self._ferry.device, STAGING_BYTES // 2
-            else:
-                device, most = inputs[0][1].device if inputs else torch.device("cpu"), None
-            self._order = order_batches(matrices, whole, self._settings, device, most)
-        return self._order
-
-    def _update_and_return(
-        self, together: Sequence[tuple[_Batch, int]], partition: Tensor, variance: Tensor | None
-    ) -> Transfer:
-        """Orthogonalize the gathered matrices, with those that share their batches, and start to return the results.
-
-        Args:
-            together: as ``_update`` takes them.
-        """
-        results = self._update(together, variance)
-        dtype = result_dtype(self._settings, normuon=variance is not None)
-        outputs = [_assembled(unit, results, dtype) for unit in self.exchange.owned]
-        return self.exchange.scatter(outputs, partition, dtype)
-
-    def _update(self, batches: Sequence[tuple[_Batch, int]], variance: Tensor | None) -> dict[str, Tensor]:
+    def _update(self, batches: _Batches, inputs: _Batch, staying: int) -> dict[str, Tensor]:
         """Overwrite U with ``s O``, but for matrices that have travelled: of these, return O by name, without ``s``.
 
         Args:
-            batches: matrices, each with the U of its unit, and how many of a batch have not travelled. They come first.
+            batches: as indices of ``inputs``.
+            inputs: matrices, each with the U of its unit.
+            staying: how many of ``inputs`` have not travelled. They come first.
         """
         results: dict[str, Tensor] = {}
-        if self._ferry is None:
-            for batch, count in batches:
-                self._update_batch(batch, count, variance, results)
-        else:
-            # While one batch is orthogonalized, the next goes up, and the one before is stored.
-            in_turns([self._update_on_host(self._ferry, *batch, variance, results) for batch in batches])
+        in_turns(
+            [
+                self._update_batch([inputs[i] for i in indices], bisect_left(indices, staying), results)
+                for indices in batches
+            ]
+        )
         return results
 
-    def _update_batch(self, batch: _Batch, count: int, variance: Tensor | None, results: dict[str, Tensor]) -> None:
-        """``_update`` of a batch. Adds to ``results``."""
-        copies = _Copies()
-        inputs = [(m, copies.of(m, unit) if m.piece.strips else unit) for m, unit in batch]
-        outputs = self.orthogonalize(inputs)
-        factors = self._factors(inputs, outputs, variance)
-        targets = [u for _, u in inputs[:count]]
-        here = None if factors is None else factors[:count]
-        store_updates(outputs[:count], targets, scale=self._scale(batch[0][0]), factors=here)
-        copies.put_back(batch[:count])
-        results.update(_results(inputs[count:], outputs[count:], None if factors is None else factors[count:]))
+    def _update_batch(self, batch: _Batch, count: int, results: dict[str, Tensor]) -> Iterator[None]:
+        """``_update`` of a batch, of which the first ``count`` have not travelled. Adds to ``results``.
 
-    def _update_on_host(
-        self, ferry: Ferry, batch: _Batch, count: int, variance: Tensor | None, results: dict[str, Tensor]
-    ) -> Iterator[None]:
-        """The same where U lies on the host, but for matrices that have travelled. In three turns."""
-        assert self.on_host is not None, "updates were given no way to advance the momentum"
-        copies = _Copies()
-        # A matrix whose rows or columns lie apart goes up as a copy, and comes back to it.
-        in_place = not any(matrix.piece.scattered for matrix, _ in batch[:count])
-        if not in_place:
-            self.on_host.advance([unit for _, unit in batch[:count]])
-        units = [copies.of(m, unit) if m.piece.strips else unit for m, unit in batch]
-        rising = ferry.up_from(self.on_host.write, units[:count]) if in_place else ferry.up(units[:count])
-        yield  # U is on its way up
-
-        lifted = [*rising.on_accelerator(), *units[count:]]
-        inputs = [(matrix, u) for (matrix, _), u in zip(batch, lifted, strict=True)]
-        outputs = self.orthogonalize(inputs)
-        factors = self._factors(inputs, outputs, variance)
-        scale = self._scale(batch[0][0])
-        here = outputs[:count] if factors is None else outputs[:count] * factors[:count]
-        falling = ferry.down([here], self.on_host.land(here, units[:count], scale) if in_place else None)
-        results.update(_results(inputs[count:], outputs[count:], None if factors is None else factors[count:]))
-        del rising, lifted, inputs, outputs, here  # memory of the accelerator
-        yield  # the results are on their way down
-
-        arrived = falling.on_host()
-        if not in_place:
-            store_updates(arrived[0], units[:count], scale=scale)
-            copies.put_back(batch[:count])
-
-    def commit(self, variance: Tensor | None) -> None:
-        """Overwrite NorMuon's state with the staged variances."""
-        if self.row_variance is not None and variance is not None:
-            self.row_variance.commit(variance)
-
-    def sizes(self, partition: Tensor) -> Tensor:
-        """What is finite exactly if all updates in this rank's partition are. On the host, a number of each batch."""
-        return partition if self.on_host is None else self.on_host.sizes()
-
-    def sum_of_squares(self, partition: Tensor) -> Tensor:
-        """Of all updates in this rank's partition: fp64, where they are."""
-        return sum_of_squares(partition) if self.on_host is None else self.on_host.sum_of_squares()
-
-    def nonfinite(self, partition: Tensor | None) -> list[str]:
-        """The matrices with a value in this rank's partition that is not finite. Blocks the host.
-
-        Args:
-            partition: (partition_size,); None for the updates that are on the host.
+        On the host it yields while the batch goes up, and while it comes down.
         """
-        names: list[str] = []
-        for unit, here in self._held:
-            if partition is not None:
-                values = partition.narrow(0, here.offset, here.numel)
-            else:
-                assert self.on_host is not None
-                values = self.on_host.of(here.offset, here.numel)
-            bad = values.isfinite().logical_not_()
-            if bad.any():
-                elements = bad.nonzero().view(-1) + here.start
-                names += [unit.matrices[number].name for number in unit.piece.holding(elements)]
-        return names
+        copies, scale = Copies(), self._scale(batch[0][0])
+        if self.on_host is not None:
+            travelled = [(m, copies.of(m, unit)) for m, unit in batch[count:]]
+            yield from self.on_host.update(
+                batch[:count], scale, lambda lifted: self._results([*lifted, *travelled], count, results)
+            )
+            return
+        inputs = [(m, copies.of(m, unit)) for m, unit in batch]
+        outputs, factors = self._results(inputs, count, results)
+        store_updates(outputs, [u for _, u in inputs[:count]], scale=scale, factors=factors)
+        copies.put_back(batch[:count])
 
-    def _scale(self, matrix: Matrix) -> float:
-        return update_scale(self._adjust_lr_fn, *matrix.sides)
+    def _results(self, inputs: _Batch, count: int, results: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """O of the first ``count`` matrices, and NorMuon's factors of their rows; of the others both go to ``results``.
+
+        Of these, O has memory of its own; with factors, it is that of U.
+        """
+        outputs = self.orthogonalize(inputs)
+        factors = None
+        if self.row_variance is not None:
+            factors = self.row_variance.factors([m.name for m, _ in inputs], outputs, inputs[0][0].layout)
+        if travelled := inputs[count:]:
+            # Copies, because views would keep the whole batch alive.
+            made: Sequence[Tensor] = [u for _, u in travelled]
+            if factors is None:
+                made = outputs[count:].clone(memory_format=torch.contiguous_format).unbind()
+            else:
+                store_updates(outputs[count:], made, factors=factors[count:])
+            results.update((m.name, o) for (m, _), o in zip(travelled, made, strict=True))
+        return outputs[:count], None if factors is None else factors[:count]
 
     @profiled("newton_schulz")
     def orthogonalize(self, batch: _Batch) -> Tensor:
@@ -339,30 +291,23 @@ class MuonGroup:
         self._capture.save_nonfinite([matrix.name for matrix, _ in batch], kept, outputs, self._settings)
         return outputs
 
-    def _factors(self, batch: _Batch, outputs: Tensor, variance: Tensor | None) -> Tensor | None:
-        """NorMuon's factors for the rows of the outputs, see ``advance_row_variance``; None for plain Muon."""
-        if self.row_variance is None or variance is None:
-            return None
-        return self.row_variance.factors(variance, [matrix.name for matrix, _ in batch], outputs, batch[0][0].layout)
+    def _scale(self, matrix: Matrix) -> float:
+        return update_scale(self._adjust_lr_fn, *matrix.sides)
+
+    def sizes(self, partition: Tensor) -> Tensor:
+        """What is finite exactly if all updates in this rank's partition are. On the host, a number of each batch."""
+        return partition if self.on_host is None else self.on_host.sizes()
+
+    def commit(self, variance: Tensor | None) -> None:
+        """Overwrite NorMuon's state with the staged variances."""
+        if self.row_variance is not None and variance is not None:
+            self.row_variance.commit(variance)
 
 
-def _results(inputs: _Batch, outputs: Tensor, factors: Tensor | None) -> dict[str, Tensor]:
-    """O of matrices by name, times the factors of their rows, in memory of their own. Overwrites U if there are any."""
-    if not inputs:
-        return {}
-    if factors is None:
-        # Copies, because views would keep the whole batch alive.
-        made: Sequence[Tensor] = outputs.clone(memory_format=torch.contiguous_format).unbind()
-    else:
-        made = [u for _, u in inputs]
-        store_updates(outputs, made, factors=factors)
-    return {matrix.name: result for (matrix, _), result in zip(inputs, made, strict=True)}
-
-
-def _runs(whole: Sequence[tuple[Unit, Slice]]) -> list[tuple[int, int, int, int]]:
+def _runs(staying: Sequence[tuple[Unit, Slice]]) -> list[tuple[int, int, int, int]]:
     """Units of one shape that lie side by side: first element, number, rows and columns. Torch cuts a run at once."""
     runs: list[tuple[int, int, int, int]] = []
-    for unit, held in whole:
+    for unit, held in staying:
         if runs:
             offset, count, rows, cols = runs[-1]
             if (rows, cols) == (unit.rows, unit.cols) and offset + count * rows * cols == held.offset:
@@ -372,55 +317,9 @@ def _runs(whole: Sequence[tuple[Unit, Slice]]) -> list[tuple[int, int, int, int]
     return runs
 
 
-class _Copies:
-    """Copies of the strips in a batch. Of a unit with even strips all at once, for every head may be a strip."""
-
-    def __init__(self) -> None:
-        self._of_units: dict[int, Sequence[Tensor]] = {}
-        self._stacks: dict[int, Tensor] = {}
-
-    def of(self, matrix: Matrix, unit: Tensor) -> Tensor:
-        """The matrix, (rows, cols), contiguous."""
-        if id(unit) not in self._of_units:
-            piece, even = matrix.piece, matrix.piece.stacked(unit)
-            if even is None:
-                self._of_units[id(unit)] = [piece.matrix(unit, number) for number in range(len(piece.strips))]
-            else:
-                stack = even.contiguous()
-                self._stacks[id(unit)] = stack
-                self._of_units[id(unit)] = stack.view(-1, matrix.rows, matrix.cols).unbind()
-        return self._of_units[id(unit)][matrix.number]
-
-    def put_back(self, matrices: _Batch) -> None:
-        """Write the copies of these matrices to their units."""
-        of_units: dict[int, list[tuple[Matrix, Tensor]]] = {}
-        for matrix, unit in matrices:
-            if matrix.piece.strips:
-                of_units.setdefault(id(unit), []).append((matrix, unit))
-        for key, strips in of_units.items():
-            (first, unit), copies = strips[0], self._of_units[key]
-            even = first.piece.stacked(unit) if len(strips) == len(copies) else None
-            if even is not None:
-                even.copy_(self._stacks[key])
-                continue
-            for matrix, _ in strips:
-                matrix.piece.store(copies[matrix.number], unit, matrix.number)
-
-
-def _assembled(unit: Unit, results: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """The results of a unit's matrices, (rows, cols)."""
-    outputs = [results[matrix.name] for matrix in unit.matrices]
-    if not unit.piece.strips:
-        return outputs[0]
-    whole = torch.empty(unit.rows, unit.cols, dtype=dtype, device=outputs[0].device)
-    for matrix, output in zip(unit.matrices, outputs, strict=True):
-        matrix.piece.store(output, whole, matrix.number)
-    return whole
-
-
 def order_batches(
-    matrices: Sequence[Matrix], whole: int, settings: NewtonSchulz, device: torch.device, most: int | None = None
-) -> tuple[_Indices, _Indices, _Indices]:
+    matrices: Sequence[Matrix], staying: int, settings: NewtonSchulz, device: torch.device, most: int | None = None
+) -> tuple[_Batches, _Batches, _Batches]:
     """The batches that a rank runs, as indices: before the gathered matrices arrive, with them, and after.
 
     A matrix that does not travel shares a batch with gathered ones of its shape, because larger batches are faster. But
@@ -429,10 +328,10 @@ def order_batches(
 
     Args:
         matrices: the gathered ones come last. A batch has one layout: scale and NorMuon's rows depend on it.
-        whole: how many do not travel.
+        staying: how many do not travel.
         settings: of the iteration.
         device: of the matrices, when they are orthogonalized.
-        most: bytes of U in a batch; a larger matrix is alone. None for no such bound.
+        most: bytes of U in a batch, as ``batches`` takes it.
     """
     in_out = {i for i, matrix in enumerate(matrices) if matrix.layout == "in_out"}
     shapes = [(matrix.rows, matrix.cols) for matrix in matrices]
@@ -441,24 +340,15 @@ def order_batches(
     def cost(indices: Iterable[int]) -> int:
         return sum(cost_of[shapes[i]] for i in indices)
 
-    travelling = set(shapes[whole:])
-    apart = 2 * cost(i for i in range(whole) if shapes[i] in travelling) > cost(range(whole))
-    ready: _Indices = []
-    waiting: _Indices = []
-    for first, end in [(0, whole), (whole, len(matrices))] if apart else [(0, len(matrices))]:
+    travelling = set(shapes[staying:])
+    apart = 2 * cost(i for i in range(staying) if shapes[i] in travelling) > cost(range(staying))
+    ready: _Batches = []
+    waiting: _Batches = []
+    for first, end in [(0, staying), (staying, len(matrices))] if apart else [(0, len(matrices))]:
         for alike in ([i for i in range(first, end) if (i in in_out) is turned] for turned in (False, True)):
-            for indices in batches([shapes[i] for i in alike], device, settings):
-                for chosen in _cut([alike[i] for i in indices], shapes, most):
-                    (ready if chosen[-1] < whole else waiting).append(chosen)
+            for indices in batches([shapes[i] for i in alike], device, settings, most):
+                chosen = [alike[i] for i in indices]
+                (ready if chosen[-1] < staying else waiting).append(chosen)
     costs = [cost(indices) for indices in ready]
     before = sum(2 * done < sum(costs) for done in accumulate(costs, initial=0))
     return ready[:before], waiting, ready[before:]
-
-
-def _cut(indices: Sequence[int], shapes: Sequence[tuple[int, int]], most: int | None) -> list[Sequence[int]]:
-    """A batch in parts of about equal size, each with at most ``most`` bytes of U, or one matrix."""
-    if most is None:
-        return [indices]
-    rows, cols = shapes[indices[0]]
-    parts = -(-len(indices) // max(1, most // max(1, rows * cols * torch.float32.itemsize)))
-    return [indices[len(indices) * part // parts : len(indices) * (part + 1) // parts] for part in range(parts)]

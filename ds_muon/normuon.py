@@ -39,7 +39,7 @@ class RowVariance:
     ) -> None:
         self._beta2 = beta2
         self._process_group = process_group
-        self._staged = torch.empty(0, dtype=torch.float32, device="cpu")
+        self._current = self._staged = torch.empty(0, dtype=torch.float32, device="cpu")
         self._moves = torch.empty(0, dtype=torch.bool, device="cpu")
         self._where: dict[tuple[str, ...], Tensor] = {}
         self._rows: dict[str, tuple[int, int]] = {}
@@ -67,6 +67,7 @@ class RowVariance:
             variance: (rows, 1) fp32, the current moments of the group; not modified.
             moves: (matrices,) bool, whether each of the plan's matrices moves. If not, its rows keep their moments.
         """
+        self._current = variance
         if self._staged.shape != variance.shape or self._staged.device != variance.device:
             self._staged = torch.empty_like(variance)
             self._matrices = self._matrices.to(variance.device)
@@ -83,11 +84,10 @@ class RowVariance:
         """The (rows,) moments of all matrices of a tensor, one after another, a view as well."""
         return variance.view(-1).narrow(0, *self._of_tensor[name])
 
-    def factors(self, variance: Tensor, names: Sequence[str], orthogonal: Tensor, layout: Layout) -> Tensor:
+    def factors(self, names: Sequence[str], orthogonal: Tensor, layout: Layout) -> Tensor:
         """Stage the moments of one batch of matrices and return the factor of each row.
 
         Args:
-            variance: (rows, 1) fp32, the current moments of the group; not modified.
             names: the matrices, all of one shape and layout.
             orthogonal: (len(names), rows, cols) as stored, any float dtype; not modified.
             layout: of the matrices.
@@ -95,8 +95,8 @@ class RowVariance:
         Returns:
             See ``advance_row_variance``.
         """
-        where = self._indices(tuple(names), variance.device)
-        moments = variance.view(-1)[where]
+        where = self._indices(tuple(names), self._current.device)
+        moments = self._current.view(-1)[where]
         advanced, factors = advance_row_variance(orthogonal, moments, beta2=self._beta2, layout=layout)
         self._staged.view(-1)[where] = advanced
         return factors

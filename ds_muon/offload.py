@@ -13,24 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import count, repeat
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ds_muon.passes import sum_of_squares
+from ds_muon.passes import compile_for_host, store_updates, sum_of_squares
+from ds_muon.passes.lift import Goal, Lift
+from ds_muon.plan.partition import Matrix
+from ds_muon.strips import Copies
 
 STAGING_BYTES = 256 << 20
 """Most bytes of U on the accelerator at a time, of matrices that this rank holds and owns; a larger one is alone. The
 matrices that are cut between ranks come on top: at most two a rank, for each param group."""
-
-
-# Most elements that the host writes before they go up: it then finds them in its caches, and copies follow closely.
-_AT_A_TIME = 1 << 22
-
-SLOTS = 3
-"""How many times these are on their way up, or are being written."""
 
 
 class Journey:
@@ -73,10 +68,11 @@ class Ferry:
         self.device = device
         self._pinned = pinned and device.type == "cuda"
         self._streams: dict[str, torch.cuda.Stream] = {}
-        # Filled in turn. Which is being filled, up to where, and when the others will have gone up.
-        self._slots: list[Tensor] = []
-        self._current = self._filled = 0
-        self._left: dict[int, torch.cuda.Event] = {}
+        self._loops = compile_for_host()
+        """Compiled passes; None if these cannot be had."""
+        self._lift: Lift | None = None
+        if self._loops is not None and (device.type == "cpu" or torch.version.hip is None):
+            self._lift = Lift(device, pinned=self._pinned)
 
     def up(self, matrices: Sequence[Tensor]) -> Journey:
         """Start to copy matrices to the accelerator.
@@ -90,36 +86,50 @@ class Ferry:
             copies = [matrix.to(self.device, non_blocking=True) for matrix in matrices]
             return Journey(copies, stream.record_event())
 
-    def up_from(self, write: Callable[[Tensor, int, Tensor], None], matrices: Sequence[Tensor]) -> Journey:
-        """Start to bring up what is written for matrices, through slots that stay in the caches of the host.
+    def up_from(self, write: Callable[[Tensor, Tensor | Goal], None], matrices: Sequence[Tensor]) -> Journey:
+        """Start to bring up what is written for matrices, while it is written.
 
         Args:
-            write: writes what is to go up in place of a matrix, from an element of it on, to a flat tensor.
-            matrices: in fp32 on the host.
+            write: writes what is to go up in place of a matrix, and of those behind it, to a flat tensor.
+            matrices: of one shape, in fp32 on the host, parts of one tensor.
         """
+        if not matrices:
+            return Journey([], None)
         on_gpu = self.device.type == "cuda"
         with self._beside("up", after=None) if on_gpu else nullcontext() as stream:
-            goals = [torch.empty(matrix.shape, dtype=torch.float32, device=self.device) for matrix in matrices]
-            for matrix, goal in zip(matrices, goals, strict=True):
-                for start, part in zip(count(0, _AT_A_TIME), torch.split(goal.view(-1), _AT_A_TIME), strict=False):
-                    slot = self._slot(part.numel(), stream)
-                    write(matrix, start, slot)
-                    part.copy_(slot, non_blocking=True)
-            return Journey(goals, stream.record_event() if stream is not None and goals else None)
+            shape = (len(matrices), *matrices[0].shape)
+            goals = torch.empty(shape, dtype=torch.float32, device=self.device)
+            for first, end in _neighbours(matrices):
+                flat = goals[first:end].view(-1)
+                if (goal := self.goal(flat)) is not None:
+                    write(matrices[first], goal)
+                else:
+                    write(matrices[first], written := torch.empty(flat.shape, dtype=flat.dtype, device="cpu"))
+                    flat.copy_(written)
+            return Journey(list(goals.unbind()), stream.record_event() if stream is not None else None)
 
-    def _slot(self, numel: int, stream: torch.cuda.Stream | None) -> Tensor:
-        """Pinned memory that is not on its way any more: (numel,) fp32."""
-        if not self._slots:
-            shape = (SLOTS, _AT_A_TIME)
-            self._slots = list(torch.empty(shape, dtype=torch.float32, device="cpu", pin_memory=self._pinned).unbind())
-        if self._filled + numel > _AT_A_TIME:
-            if stream is not None:
-                self._left[self._current] = stream.record_event()
-            self._current, self._filled = (self._current + 1) % SLOTS, 0
-            if (left := self._left.pop(self._current, None)) is not None:
-                left.synchronize()
-        start, self._filled = self._filled, self._filled + numel
-        return self._slots[self._current][start : self._filled]
+    def up_rounded(self, weights: Tensor, goal: Tensor) -> None:
+        """Bring up weights, on the current stream.
+
+        Args:
+            weights: flat, in fp32 on the host; may be overwritten afterwards.
+            goal: on the accelerator, in any dtype.
+        """
+        if self._loops is not None and (to := self.goal(goal)) is not None:
+            self._loops.round_to(weights, to)
+        else:
+            goal.copy_(weights.to(goal.dtype))
+
+    def goal(self, tensor: Tensor) -> Goal | None:
+        """A flat tensor of the accelerator, for the host's compiled passes to write to. None without these.
+
+        What they write goes up on the stream that is now the current one.
+        """
+        if self._lift is None:
+            return None
+        if tensor.device.type == "cuda":
+            self._lift.stream = torch.cuda.current_stream(tensor.device).cuda_stream
+        return Goal(tensor, self._lift)
 
     def down(self, results: Sequence[Tensor], places: Sequence[Tensor] | None = None) -> Journey:
         """Start to copy results to the host, contiguous, as what is queued now will have left them.
@@ -157,6 +167,15 @@ class Ferry:
             yield stream
 
 
+def _neighbours(matrices: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
+    """The first and the end of each run of matrices that lie behind each other, so that one loop goes through them."""
+    first = 0
+    for i, matrix in enumerate(matrices, start=1):
+        if i == len(matrices) or matrix.storage_offset() + matrix.numel() != matrices[i].storage_offset():
+            yield first, i
+            first = i
+
+
 class Stretch(NamedTuple):
     """A part of a partition.
 
@@ -164,13 +183,13 @@ class Stretch(NamedTuple):
         offset: its first element in the partition.
         update: flat: the update, or O in the dtype of the iteration.
         scale: what the update has to be multiplied by.
-        rounded: flat: where the new weights go, as the model holds them; None for nowhere.
+        rounded: where the new weights go, as the model holds them; None for nowhere.
     """
 
     offset: int
     update: Tensor
     scale: float = 1.0
-    rounded: Tensor | None = None
+    rounded: Tensor | Goal | None = None
 
 
 class HostPart:
@@ -180,12 +199,12 @@ class HostPart:
         partition: (partition_size,) fp32.
         advance: advances the momentum of so many elements from an offset on, and turns their gradient into U, or writes
             U to a third argument.
-        device: the accelerator.
+        ferry: to the accelerator.
     """
 
-    def __init__(self, partition: Tensor, advance: Callable[..., None], device: torch.device) -> None:
+    def __init__(self, partition: Tensor, advance: Callable[..., None], ferry: Ferry) -> None:
         self._partition = partition
-        self._device = device
+        self._ferry = ferry
         self._advance = advance
         self._advanced: set[int] = set()
         self._landed: dict[int, Stretch] = {}
@@ -202,9 +221,44 @@ class HostPart:
                 self._advanced.add(offset)
                 self._advance(offset, part.numel())
 
-    def write(self, matrix: Tensor, start: int, into: Tensor) -> None:
-        """Write U of a matrix, contiguous in the partition, from its element ``start`` on."""
-        self._advance(self._offset(matrix) + start, into.numel(), into)
+    def update(
+        self,
+        batch: Sequence[tuple[Matrix, Tensor]],
+        scale: float,
+        compute: Callable[[list[tuple[Matrix, Tensor]]], tuple[Tensor, Tensor | None]],
+    ) -> Iterator[None]:
+        """Bring up U of a batch, and bring down O. Yields while it is on its way.
+
+        A matrix whose rows or columns lie apart goes up as a copy, and comes back to it.
+
+        Args:
+            batch: matrices, each with its unit, a view of the partition.
+            scale: of O.
+            compute: O, (batch, rows, cols), and factors of its rows or None, of the matrices on the accelerator.
+        """
+        copies, ferry = Copies(), self._ferry
+        in_place = not any(matrix.piece.scattered for matrix, _ in batch)
+        if not in_place:
+            self.advance([unit for _, unit in batch])
+        units = [copies.of(matrix, unit) for matrix, unit in batch]
+        rising = ferry.up_from(self.write, units) if in_place else ferry.up(units)
+        yield  # U is on its way up
+
+        outputs, factors = compute([(m, u) for (m, _), u in zip(batch, rising.on_accelerator(), strict=True)])
+        if factors is not None:
+            outputs = outputs * factors
+        falling = ferry.down([outputs], self.land(outputs, units, scale) if in_place else None)
+        del rising, outputs, factors  # memory of the accelerator
+        yield  # O is on its way down
+
+        arrived = falling.on_host()
+        if not in_place:
+            store_updates(arrived[0], units, scale=scale)
+            copies.put_back(batch)
+
+    def write(self, matrix: Tensor, into: Tensor | Goal) -> None:
+        """Write U of a matrix, contiguous in the partition, and of as many elements as are asked for."""
+        self._advance(self._offset(matrix), into.numel(), into)
 
     def land(self, outputs: Tensor, units: Sequence[Tensor], scale: float) -> list[Tensor]:
         """Give out the places of U for O.
@@ -227,11 +281,7 @@ class HostPart:
 
     def stretches(self) -> Iterator[Stretch]:
         """The whole partition, in order."""
-        for offset, update, scale, _ in sorted(
-            [*self._landed.values(), *self._between()], key=lambda part: part.offset
-        ):
-            starts = range(offset, offset + update.numel(), _AT_A_TIME)
-            yield from map(Stretch, starts, torch.split(update, _AT_A_TIME), repeat(scale))
+        yield from sorted([*self._landed.values(), *self._between()], key=lambda part: part.offset)
 
     def _between(self) -> list[Stretch]:
         """What has not landed: updates in fp32, and padding."""
@@ -256,7 +306,7 @@ class HostPart:
         host = [sum_of_squares(part.update) for part in self._between()]
         return torch.stack(
             [
-                size.double().to(self._device)
+                size.double().to(self._ferry.device)
                 for size in (torch.zeros((), dtype=torch.float64, device="cpu"), *self._largest, *host)
             ]
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -11,20 +10,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from ds_muon.adamw import AdamW, new_state
 from ds_muon.config import DSMuonConfig
 from ds_muon.dtypes import DTYPES
 from ds_muon.learning_rates import GroupRate
 from ds_muon.offload import Stretch
-from ds_muon.param_groups import GROUP_KEYS
-from ds_muon.passes import Where, advance_momentum_, apply_update_, chunk_on
+from ds_muon.passes import Goal, Where, advance_momentum_, apply_update_
 from ds_muon.routing import Routing
-
-LARGEST_IN_LIST = 2**30
-"""Most elements of a tensor in torch's operations on lists (``_foreach_*``, fused AdamW). Before torch 2.8 these count
-in 32 bits, and silently go wrong above."""
-
-CUT_STATE = frozenset({"momentum_buffer", "exp_avg", "exp_avg_sq"})
-"""State with a number for each element of the flat partition; the other is the same on every rank."""
 
 ORIGIN = ("name", "user_group")
 """What says of a param group where it comes from: this run's, not that of a checkpoint."""
@@ -70,7 +62,7 @@ class DSMuon(Optimizer):
         self.configured_rates = tuple(
             GroupRate(group["lr"], group["use_muon"], group.get("user_group", 0)) for group in self.param_groups
         )
-        self._adamw: torch.optim.AdamW | None = None
+        self._adamw: AdamW | None = None
         self._where: dict[int, Where | None] = {}
         self.on_host: ModuleType | None = None
         """Compiled passes, if the partitions are on the host for CPU offload and these can be had."""
@@ -93,7 +85,7 @@ class DSMuon(Optimizer):
     def adamw_groups(self) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if not group["use_muon"]]
 
-    def init_state(self, rows: Sequence[int], device: torch.device | None = None) -> None:
+    def init_state(self, rows: Sequence[int], device: torch.device) -> None:
         """Allocate all state as zeros, once the groups hold their flat partitions.
 
         ZeRO links state tensors to model parameters only once. So they exist before the first step, and from then on
@@ -101,7 +93,7 @@ class DSMuon(Optimizer):
 
         Args:
             rows: for each Muon group, the number of rows (outputs) of all its matrices.
-            device: of the accelerator, where NorMuon's second moments are; by default where the partitions are.
+            device: the accelerator, where NorMuon's second moments are.
         """
         for i, group in enumerate(self.param_groups):
             for p in group["params"]:
@@ -109,25 +101,12 @@ class DSMuon(Optimizer):
                     dtype = DTYPES[self.config.momentum_dtype]
                     self.state[p] = {"momentum_buffer": torch.zeros_like(p, dtype=dtype, requires_grad=False)}
                     if self.config.variant == "normuon":
-                        there = device or p.device
                         # A column, because ZeRO takes state of the partition's own shape to be partitioned.
-                        self.state[p]["row_variance"] = torch.zeros((rows[i], 1), dtype=torch.float32, device=there)
+                        self.state[p]["row_variance"] = torch.zeros((rows[i], 1), dtype=torch.float32, device=device)
                 else:
-                    self.state[p] = {
-                        "step": torch.zeros((), dtype=torch.float32, device=p.device),
-                        "exp_avg": torch.zeros_like(p, requires_grad=False),
-                        "exp_avg_sq": torch.zeros_like(p, requires_grad=False),
-                    }
+                    self.state[p] = new_state(p)
         if self.adamw_groups:
-            self._adamw = _adamw_of(self.adamw_groups)
-            self._set_implementation()
-
-    def _set_implementation(self) -> None:
-        """Give AdamW's groups the keys that torch's AdamW reads and DSMuon does not set."""
-        if self._adamw is not None:
-            others = {key: value for key, value in self._adamw.defaults.items() if key not in GROUP_KEYS}
-            for group in self.adamw_groups:
-                group.update(others)
+            self._adamw = AdamW(self.adamw_groups)
 
     def momentum_buffer(self, group_index: int) -> Tensor:
         """The momentum of a Muon group: (partition_size,)."""
@@ -141,13 +120,6 @@ class DSMuon(Optimizer):
         variance: Tensor | None = self.state[p].get("row_variance")
         return variance
 
-    def momentum_error(self) -> str | None:
-        """Why a group cannot run at its momentum, which a scheduler may have changed. None if all can."""
-        for group in self.param_groups:
-            if problem := self.config.momentum_problem(group.get("momentum", 0.0)):
-                return f"param group {group['name']!r} has momentum = {group['momentum']:g}: {problem}"
-        return None
-
     def advance_momentum_(
         self,
         group_index: int,
@@ -155,7 +127,7 @@ class DSMuon(Optimizer):
         where: Where | None,
         offset: int = 0,
         numel: int | None = None,
-        into: Tensor | None = None,
+        into: Tensor | Goal | None = None,
     ) -> None:
         """Advance the momentum of a Muon group by one averaged, unscaled gradient.
 
@@ -164,34 +136,30 @@ class DSMuon(Optimizer):
             gradient: (partition_size,) fp32; overwritten with U.
             where: which of the partition's matrices move: their momentum now, their weight in ``step``. None for all.
             offset, numel: the elements to work on; by default all.
-            into: on the host, where U of these goes in place of the gradient: (numel,) fp32.
+            into: with CPU offload, where U of these goes in place of the gradient: (numel,) fp32.
         """
         self._where[group_index] = where
         group = self.param_groups[group_index]
-        g, m = (
-            flat.narrow(0, offset, flat.numel() if numel is None else numel)
-            for flat in (gradient, self.momentum_buffer(group_index))
-        )
-        here = where if where is None else where.starting(offset)
-        more = {} if into is None else {"into": into}
-        advance_momentum_(g, m, momentum=group["momentum"], nesterov=group["nesterov"], where=here, **more)
+        end = None if numel is None else offset + numel
+        g, m = (flat[offset:end] for flat in (gradient, self.momentum_buffer(group_index)))
+        settings: dict[str, Any] = {"momentum": group["momentum"], "nesterov": group["nesterov"], "into": into}
+        advance_momentum_(g, m, **settings, where=where and where.starting(offset))
 
     @torch.no_grad()
     def step(  # type: ignore[override]
         self,
         closure: Callable[[], float] | None = None,
         *,
-        staged: Sequence[Iterable[Stretch]] | None = None,
+        staged: Sequence[Iterable[Stretch]] = (),
     ) -> None:
-        """Apply what is staged in ``.grad``: the update ``s O`` of Muon groups, the gradient of AdamW groups.
+        """Apply updates ``s O`` to the weights of Muon groups, and ``.grad`` to those of AdamW groups.
 
-        A Muon group without ``.grad`` stays as it is, and so does a matrix that ``advance_momentum_`` has not moved.
-        The ``.grad`` of Muon groups is overwritten.
+        A matrix that ``advance_momentum_`` has not moved stays as it is.
 
         Args:
             closure: none.
-            staged: what is staged for each Muon group; by default its ``.grad``. As soon as a stretch has been applied,
-                the next is asked for.
+            staged: the updates of each Muon group; overwritten. As soon as a stretch has been applied, the next is
+                asked for.
 
         Raises:
             ValueError: a closure was given.
@@ -199,33 +167,17 @@ class DSMuon(Optimizer):
         """
         if closure is not None:
             raise ValueError("DSMuon.step takes no closure: its gradients come from the ZeRO optimizer")
-        if all(p.grad is None for group in self.param_groups for p in group["params"]):
+        if not staged:
             raise RuntimeError("DSMuon.step has nothing to apply: the ZeRO optimizer calls it; call engine.step()")
-        for i, group in enumerate(self.param_groups):
-            if group["use_muon"]:
-                lr, weight_decay, where = group["lr"], group["weight_decay"], self._where.pop(i, None)
-                for p in group["params"]:
-                    if p.grad is None:
-                        continue
-                    if staged is None:
-                        apply_update_(p, p.grad, lr=lr, weight_decay=weight_decay, where=where)
-                        continue
-                    for offset, update, scale, rounded in staged[i]:
-                        w = p.narrow(0, offset, update.numel())
-                        here = None if where is None else where.starting(offset)
-                        settings = {"lr": lr, "weight_decay": weight_decay, "where": here}
-                        apply_update_(w, update, **settings, scale=scale, rounded=rounded)
-        if self.on_host is not None:
-            for group in self.adamw_groups:
-                (p,) = group["params"]
-                state = self.state[p]
-                state["step"] += 1
-                settings = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
-                moments = state["exp_avg"], state["exp_avg_sq"]
-                self.on_host.adamw_(p, p.grad, *moments, step=float(state["step"]), **settings)
-        elif self._adamw is not None:
-            self._adamw.param_groups, self._adamw.state = _in_pieces(self.adamw_groups, self.state)
-            self._adamw.step()
+        for i, stretches in enumerate(staged):
+            group, where = self.param_groups[i], self._where.pop(i, None)
+            (p,) = group["params"]
+            for offset, update, scale, rounded in stretches:
+                w, here = p.narrow(0, offset, update.numel()), where and where.starting(offset)
+                how: dict[str, Any] = {"lr": group["lr"], "weight_decay": group["weight_decay"], "rounded": rounded}
+                apply_update_(w, update, **how, where=here, scale=scale)
+        if self._adamw is not None:
+            self._adamw.step(self.adamw_groups, self.state, self.on_host)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Refused: torch's own would put other tensors in the place of those that ZeRO has linked to parameters."""
@@ -236,41 +188,5 @@ class DSMuon(Optimizer):
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key not in ("params", *ORIGIN)})
         # The checkpoint may be of another device, or of a torch whose AdamW reads other keys.
-        self._set_implementation()
-
-
-def _in_pieces(
-    groups: Sequence[dict[str, Any]], state: Mapping[Tensor, dict[str, Tensor]]
-) -> tuple[list[dict[str, Any]], defaultdict[Tensor, dict[str, Tensor]]]:
-    """AdamW's groups and their state, as views of at most ``LARGEST_IN_LIST`` elements; on a CPU, that fit its caches.
-
-    AdamW is elementwise, so the views get the bits of the whole. The group's ``step`` must advance once: the first view
-    has it, the others have copies.
-    """
-    new_groups: list[dict[str, Any]] = []
-    new_state: defaultdict[Tensor, dict[str, Tensor]] = defaultdict(dict)
-    for group in groups:
-        (p,) = group["params"]
-        assert p.grad is not None, "all groups are stepped together"
-        step = state[p]["step"]
-        flat = (p.detach(), p.grad, state[p]["exp_avg"], state[p]["exp_avg_sq"])
-        most = min(LARGEST_IN_LIST, chunk_on(p.device)) if p.device.type == "cpu" else LARGEST_IN_LIST
-        pieces = list(zip(*(torch.split(tensor, most) for tensor in flat), strict=True))
-        for i, (piece, gradient, exp_avg, exp_avg_sq) in enumerate(pieces):
-            piece.grad = gradient
-            own = step.clone() if i else step
-            new_state[piece] = {"step": own, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-        new_groups.append({**group, "params": [piece for piece, *_ in pieces]})
-    return new_groups, new_state
-
-
-def _adamw_of(groups: list[dict[str, Any]]) -> torch.optim.AdamW:
-    # On a CPU, fused AdamW rounds the ends of a tensor unlike its body: weights would depend on the partition.
-    if all(p.device.type != "cpu" for group in groups for p in group["params"]):
-        try:
-            return torch.optim.AdamW(groups, fused=True)
-        except RuntimeError:
-            # torch has no fused AdamW for this device.
-            for group in groups:
-                group.pop("fused", None)
-    return torch.optim.AdamW(groups)
+        if self._adamw is not None:
+            self._adamw.complete(self.adamw_groups)

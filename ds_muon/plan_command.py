@@ -13,7 +13,7 @@ from ds_muon.bench.chart import draw_costs
 from ds_muon.extras import how_to_install
 from ds_muon.options import add_outputs, positive, rate, write_outputs
 from ds_muon.orthogonalize import BACKENDS
-from ds_muon.plan.owners import RATES, Rates
+from ds_muon.plan.rates import RATES, Rates
 from ds_muon.say import printable, tell
 from ds_muon.verify.outcome import COULD_NOT_RUN
 

@@ -40,8 +40,9 @@ from ds_muon.exchange import element_bytes, result_dtype
 from ds_muon.layout import Piece
 from ds_muon.offload import STAGING_BYTES
 from ds_muon.orthogonalize import BACKENDS, WORKSPACE_BYTES, NewtonSchulz
-from ds_muon.plan.owners import RATES, Rates
-from ds_muon.plan.partition import GroupPlan, flat_layout, make_plan, with_owners
+from ds_muon.plan.partition import GroupPlan, make_plan, with_owners
+from ds_muon.plan.rates import RATES, Rates
+from ds_muon.plan.zero_layout import flat_layout
 from ds_muon.text import columns
 
 _WHOLE: Mapping[str, tuple[Piece, ...]] = MappingProxyType({})
@@ -89,14 +90,13 @@ class OffloadCost:
     """What CPU offload changes for a rank, of Muon's part: momentum in fp32, a model in half precision.
 
     Attributes:
-        freed: bytes of the accelerator that it frees: fp32 weights and momentum, and in a step the fp32 gradient.
-        host: bytes of the host: the same, and the weights as the model holds them.
+        moved: bytes of the accelerator that it frees, and of the host that it takes: fp32 weights and momentum, and the
+            fp32 gradient, which without it is there in a step.
         step_memory: an upper bound of the bytes that a step allocates on the accelerator.
         bus_bytes: up or down in a step. The gradients, in fp32, have come down before.
     """
 
-    freed: int
-    host: int
+    moved: int
     step_memory: int
     bus_bytes: int
 
@@ -242,7 +242,7 @@ def step_cost(
         world_size=world_size,
         matrices=len(group.matrices),
         straddling=len(group.straddlers),
-        moved=sum(unit.moved for unit in group.units),
+        moved=sum(unit.given_away for unit in group.units),
         moved_bytes=plan.moved_elements() * size,
         moved_bytes_by_holders=by_holders.moved_elements() * size,
         busiest_bytes=max(plan.moved_by_rank()) * size,
@@ -280,8 +280,7 @@ def offload_cost(plan: GroupPlan, settings: NewtonSchulz, *, normuon: bool = Fal
 
     shapes = {(matrix.rows, matrix.cols) for unit in plan.units for matrix in unit.matrices}
     return OffloadCost(
-        freed=3 * torch.float32.itemsize * size,
-        host=(3 * torch.float32.itemsize + 2) * size,
+        moved=3 * torch.float32.itemsize * size,
         step_memory=max(exchange) + max(staged(*shape) for shape in shapes),
         bus_bytes=(_UP + _DOWN) * size,
     )
@@ -343,8 +342,8 @@ def table(costs: Sequence[StepCost], bus: float) -> str:
         ("ranks", "least", "mean", "most", "ours", "if free", "by holders", "exchange", "and a batch", "steps"),
     ]
     offloads: list[tuple[str, ...]] = [
-        ("", "with CPU offload, MB of a rank:", "", "", "", "step, bus"),
-        ("ranks", "freed", "on the host", "in a step", "over the bus", "alone, ms"),
+        ("", "with CPU offload, MB of a rank:", "", "", "step, bus"),
+        ("ranks", "to the host", "in a step", "over the bus", "alone, ms"),
     ]
     for cost in costs:
         between = cost.busiest_bytes_between_nodes
@@ -361,7 +360,7 @@ def table(costs: Sequence[StepCost], bus: float) -> str:
         memory = f"{cost.exchange_memory / 1e6:.0f}", f"{cost.step_memory / 1e6:.0f}", f"{cost.saved_memory / 1e6:.1f}"
         loads.append((str(cost.world_size), *work, *balance, *memory))
         offload = cost.offload
-        sizes = (f"{n / 1e6:.0f}" for n in (offload.freed, offload.host, offload.step_memory, offload.bus_bytes))
+        sizes = (f"{n / 1e6:.0f}" for n in (offload.moved, offload.step_memory, offload.bus_bytes))
         offloads.append((str(cost.world_size), *sizes, f"{1e3 * offload.seconds(bus):.1f}"))
-    blocks = columns(moves, 11 * "> "), columns(loads, 10 * "> "), columns(offloads, 6 * "> ")
+    blocks = columns(moves, 11 * "> "), columns(loads, 10 * "> "), columns(offloads, 5 * "> ")
     return "\n\n".join("\n".join(block) for block in blocks)

@@ -179,6 +179,8 @@ def nothing_to_step_on(zero: Any) -> str | None:
     if zero.offloaded_states:
         states = ", ".join(sorted(state.value for state in zero.offloaded_states))
         return f"engine.step() while {states} are offloaded: call engine.reload_states() first"
+    if zero.interrupted is not None:
+        return str(zero.interrupted)
     if any(zero.averaged_gradients.get(i) is None for i in range(len(zero.bit16_groups))):
         return NO_GRADIENTS
     return None
@@ -199,8 +201,10 @@ def step_refusal(zero: Any, frozen: Sequence[tuple[str, Tensor]]) -> str | None:
             "and now has requires_grad = True, but ZeRO knows nothing of it, and no step would move it: set "
             "requires_grad before initialize, or to False again"
         )
-    error: str | None = zero.optimizer.momentum_error()
-    return error
+    for group in zero.optimizer.param_groups:  # a scheduler may have changed its momentum
+        if problem := zero.optimizer.config.momentum_problem(group.get("momentum", 0.0)):
+            return f"param group {group['name']!r} has momentum = {group['momentum']:g}: {problem}"
+    return None
 
 
 def _model_parallel_size(mpu: Any) -> int:

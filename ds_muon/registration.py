@@ -1,6 +1,6 @@
 """Binds DSMuon to DeepSpeed's engine: the only module that changes anything of DeepSpeed's or torch's.
 
-Fifteen methods of ``DeepSpeedEngine`` are wrapped, and the constructors of the schedulers that take one number for all
+Sixteen methods of ``DeepSpeedEngine`` are wrapped, and the constructors of the schedulers that take one number for all
 param groups. Each wrapper does its part for an engine whose optimizer type is DSMuon, or for a scheduler of DSMuon, and
 for any other does what DeepSpeed or torch does. After ``torch.distributed.init_process_group`` a rank leaves word in
 the group's store that it has imported this package.
@@ -53,6 +53,7 @@ def register() -> None:
         _configure_zero_optimizer,
         _scheduler_from_config,
         _configure_lr_scheduler,
+        backward,
         step,
         *engine_methods.WRAPPERS,
     ):
@@ -182,17 +183,39 @@ def _configure_zero_optimizer(original: Callable[..., Any], engine: Any, optimiz
     return zero_optimizer
 
 
-def step(original: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:
-    """Of a step that has raised, DeepSpeed's engine thinks that it goes on: all backward passes would end one.
+def backward(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refused after a backward pass that has raised: what it had reduced by then is among the gradients."""
+    zero = engine.optimizer
+    if not isinstance(zero, MuonZeroOptimizer):
+        return original(*args, **kwargs)
+    if zero.interrupted is not None:
+        raise DSMuonRefusal(zero.interrupted)
+    depth = zero._backward_active_depth
+    try:
+        return original(*args, **kwargs)
+    except BaseException as error:
+        if zero._backward_active_depth > depth:
+            zero.interrupted = (
+                f"a backward pass has ended in an error ({type(error).__name__}: {error}), and some of its gradients "
+                "are among those of the next steps: end the run, and go on from a checkpoint in a new engine"
+            )
+        raise
 
-    And that its micro-batch is still to come: the next step would lack one of its own.
+
+def step(original: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:
+    """Of a step that has raised, DeepSpeed's engine thinks that it goes on, and that its last micro-batch is to come:
+    every backward pass would end a step.
     """
     try:
         original(*args, **kwargs)
-    except Exception:
-        if _uses_dsmuon(engine) and engine._running_engine_step:
+    except BaseException:
+        if isinstance(engine.optimizer, MuonZeroOptimizer):
+            if engine.is_gradient_accumulation_boundary() and engine.optimizer.has_no_gradients:
+                engine.micro_steps += 1
+                engine._unmanaged_backward_count = 0
             engine._running_engine_step = False
-            engine.micro_steps += 1
+            for name in engine.engine_timers.step_timers:
+                engine.timers(name).reset()
         raise
 
 

@@ -44,12 +44,13 @@ def log(text: str, level: int = logging.WARNING, *, logger: str = "DeepSpeed") -
 
 
 def tell(text: str, *, to: TextIO | None = None) -> bool:
-    """Write the lines of a command, by default to stdout. Never raises.
+    """Write the lines of a command, by default to stdout, with escapes for what else is not printable. Never raises.
 
     Returns:
         Whether they were taken: a closed pipe takes nothing, a full device not all.
     """
-    return _written(sys.stdout if to is None else to, f"{text}\n")
+    lines = "\n".join(map(printable, text.split("\n")))
+    return _written(sys.stdout if to is None else to, f"{lines}\n")
 
 
 def printable(text: str) -> str:

@@ -6,7 +6,8 @@ import math
 import os
 import shlex
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from ds_muon.guard import CAPTURED, FINITE, Findings
 from ds_muon.say import log, printable
 
 if TYPE_CHECKING:
+    from ds_muon.muon_group import MuonGroup
     from ds_muon.zero_base import MuonZeroBase
 
 
@@ -168,8 +170,8 @@ def bad_updates(zero: MuonZeroBase, gradients: Sequence[Tensor], findings: Findi
     with zero.failure.held("decide"):
         found = [
             (
-                group.nonfinite(None if group.on_host else gradients[i]),
-                group.nonfinite(zero.optimizer.momentum_buffer(i)),
+                _nonfinite(group, group.on_host.of if group.on_host else partial(gradients[i].narrow, 0)),
+                _nonfinite(group, partial(zero.optimizer.momentum_buffer(i).narrow, 0)),
             )
             for i, group in enumerate(zero.muon_groups)
         ]
@@ -190,3 +192,19 @@ def bad_updates(zero: MuonZeroBase, gradients: Sequence[Tensor], findings: Findi
         f"{what}: Newton-Schulz on rank {unit.owner}, {settings.backend} backend, "
         f"{name_of(settings.dtype)}, {settings.form(first.rows, first.cols)} form"
     )
+
+
+def _nonfinite(group: MuonGroup, values: Callable[[int, int], Tensor]) -> list[str]:
+    """The matrices with a value in this rank's partition that is not finite. Blocks the host.
+
+    Args:
+        group: of the matrices.
+        values: of so many elements of the partition, from an offset on.
+    """
+    names: list[str] = []
+    for unit, held in group.held:
+        bad = values(held.offset, held.numel).isfinite().logical_not_()
+        if bad.any():
+            elements = bad.nonzero().view(-1) + held.start
+            names += [unit.matrices[number].name for number in unit.piece.holding(elements)]
+    return names

@@ -129,8 +129,10 @@ class _ObservedStep:
         original(gradients, verdict)
         with self._looking():
             # Before ``commit``, which overwrites them.
-            groups = zip(self._zero.muon_groups, gradients, strict=False)
-            self._updates = [group.sum_of_squares(updates) for group, updates in groups]
+            self._updates = [
+                group.on_host.sum_of_squares() if group.on_host else sum_of_squares(updates)
+                for group, updates in zip(self._zero.muon_groups, gradients, strict=False)
+            ]
 
     def _decide(self, original: Callable[..., Findings], *args: Any) -> Findings:
         self._findings = original(*args)

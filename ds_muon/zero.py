@@ -22,36 +22,30 @@ owns, what travels), ``exchange`` (slices there and back) and ``orthogonalize`` 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from torch import Tensor
 
-from ds_muon.agree import alike, gather
+from ds_muon.agree import gather
 from ds_muon.capture import NanCapture
-from ds_muon.exchange import element_bytes
 from ds_muon.failure import Failure
 from ds_muon.guard import FAILED, Findings, StepGuard, Verdict
-from ds_muon.layout import outputs
 from ds_muon.muon_group import MuonGroup, in_turns
-from ds_muon.offload import Ferry, Stretch
-from ds_muon.optimizer import LARGEST_IN_LIST, DSMuon
+from ds_muon.offload import Stretch
+from ds_muon.optimizer import DSMuon
 from ds_muon.orthogonalize import release
 from ds_muon.passes import sum_of_squares
-from ds_muon.plan.owners import RATES
-from ds_muon.plan.partition import Plan, flat_layout, make_plan
 from ds_muon.ranges import profiled
-from ds_muon.refusals import SUPPORTED_DEEPSPEED, DSMuonRefusal, nothing_to_step_on, step_refusal
+from ds_muon.refusals import DSMuonRefusal, nothing_to_step_on, step_refusal
 from ds_muon.skipped import Skips, bad_updates
 from ds_muon.zero_base import MuonZeroBase
+from ds_muon.zero_plan import plan_of
 
 if TYPE_CHECKING:
     from ds_muon.telemetry import Telemetry
@@ -82,19 +76,18 @@ class MuonZeroOptimizer(MuonZeroBase):
         self.failure = Failure(self.dp_process_group)
         self.guard = StepGuard(*rules, self._capture, self.failure, self.dp_process_group)
         self.skips = Skips(*rules, groups, self._capture, self.dp_process_group)
-        self.plan = self._make_plan()
-        ferry = Ferry(self.accelerator, pinned=self.cpu_offload_pin_memory) if self.cpu_offload else None
+        self.plan = plan_of(self, self.newton_schulz)
         self.muon_groups = [
             MuonGroup(
                 group,
-                [name for name, _ in self._shapes(i)],
+                [name for name, _ in self.shapes(i)],
                 self._rank,
                 self.dp_process_group,
                 self.newton_schulz,
                 adjust_lr_fn=config.adjust_lr_fn,
                 beta2=config.beta2 if config.variant == "normuon" else None,
                 capture=self._capture,
-                ferry=ferry,
+                ferry=self.ferry,
             )
             for i, group in enumerate(self.plan.groups)
         ]
@@ -103,74 +96,10 @@ class MuonZeroOptimizer(MuonZeroBase):
         self.training_check: TrainingCheck | None = None
         self.telemetry: Telemetry | None = None
 
-    # ---- construction -------------------------------------------------------------------------------------------
-
-    @property
-    def accelerator(self) -> torch.device:
-        """Where the model is and Newton-Schulz runs. With CPU offload, partitions are on ``device``, the host."""
-        return torch.device(get_accelerator().current_device_name())
-
-    def initialize_optimizer_states(self) -> None:
-        if self.cpu_offload:
-            super().initialize_optimizer_states()  # makes the gradients' place on the host
-        muon = [i for i, group in enumerate(self.optimizer.param_groups) if group["use_muon"]]
-        stored, pieces = self.optimizer.routing.layouts(), self.optimizer.routing.pieces()
-        self.optimizer.init_state(
-            [sum(outputs(pieces[name], stored[name]) for name, _ in self._shapes(i)) for i in muon], self.accelerator
-        )
-
     def destroy(self) -> None:
         self.skips.close()
         release()
         super().destroy()
-
-    def _make_plan(self) -> Plan:
-        muon_groups = [i for i, group in enumerate(self.optimizer.param_groups) if group["use_muon"]]
-        world_size = dist.get_world_size(self.dp_process_group)
-        layouts = []
-        for i in muon_groups:
-            params = self.bit16_groups[i]
-            layout = flat_layout(
-                [p.numel() for p in params],
-                world_size,
-                element_size=params[0].element_size(),
-                parameter_alignment=self.parameter_alignment,
-                round_robin=self.round_robin_gradients,
-            )
-            flat_order = zip(self.round_robin_bit16_groups[i], layout.order, strict=True)
-            if (
-                any(p is not params[k] for p, k in flat_order)
-                or tuple(self.round_robin_bit16_offsets[i]) != layout.offsets
-                or self.partition_size[i] != layout.partition_size
-            ):
-                raise RuntimeError(
-                    f"this DeepSpeed ({deepspeed_zero.version}) does not lay out param group {i} as ds_muon expects; "
-                    f"install deepspeed {SUPPORTED_DEEPSPEED}"
-                )
-            layouts.append(layout)
-        normuon = self.optimizer.config.variant == "normuon"
-        # With CPU offload a matrix would travel over the bus as well, and take memory of the accelerator.
-        least_gain = 1.0 if self.cpu_offload else RATES.least_gain
-        return make_plan(
-            [self._shapes(i) for i in muon_groups],
-            layouts,
-            world_size,
-            self.newton_schulz.cost,
-            rates=replace(RATES, ranks_per_node=self._ranks_per_node(), least_gain=least_gain),
-            element_bytes=element_bytes(self.newton_schulz, normuon=normuon),
-            stored=self.optimizer.routing.layouts(),
-            pieces=self.optimizer.routing.pieces(),
-        )
-
-    def _ranks_per_node(self) -> int:
-        """As the launcher says; 0 if it does not, or nodes differ. A collective."""
-        said = (os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"))
-        here = next((int(number) for number in said if number.isdecimal()), 0)
-        same = alike(str(here), self.dp_process_group)
-        every_rank = dist.get_world_size(self.dp_process_group) == dist.get_world_size()
-        return here if same and every_rank else 0
-
-    # ---- the step -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -182,7 +111,7 @@ class MuonZeroOptimizer(MuonZeroBase):
         Raises:
             DSMuonRefusal: there are no gradients, or the script has done what forbids a step. Nothing has moved.
             Exception: whatever has failed on a rank, before anything is committed. The others raise a ``RuntimeError``
-                that quotes it. If ``commit`` has failed, all raise in the next step.
+                that quotes it. If ``commit`` has failed, all raise in every step until a load.
             NonFiniteUpdate: on every rank. An update is not finite, and ``nan_guard`` is "raise" or a rank has captured
                 the input. With ``nan_guard`` "off", a capture raises in the next step.
         """
@@ -202,6 +131,7 @@ class MuonZeroOptimizer(MuonZeroBase):
                 if refusal := nothing_to_step_on(self):
                     raise DSMuonRefusal(refusal)
                 gradients = self.take_gradients()
+                self.failure.refuse_if_torn("no step is made")
                 if refusal := step_refusal(self, self._frozen):
                     raise DSMuonRefusal(refusal)
             verdict = self.measure(gradients)
@@ -219,12 +149,11 @@ class MuonZeroOptimizer(MuonZeroBase):
             if self.overflow:
                 self.skips.explain(findings, bad_updates(self, gradients, findings), self.dynamic_loss_scale)
                 return
-            # By now the others commit as well. Of an error here they learn in the next step, or save.
+            # By now the others commit as well. Of an error from here on they learn in the next step, or save.
             with self.failure.held("commit"):
                 self.commit(gradients, findings)
         with self._timed(deepspeed_zero.OPTIMIZER_ALLGATHER_TIMER):
             self.update_lp_params()
-            self._bind_model()
 
     @profiled("take_gradients")
     def take_gradients(self) -> list[Tensor]:
@@ -235,55 +164,29 @@ class MuonZeroOptimizer(MuonZeroBase):
         """
         self.micro_step_id = deepspeed_zero.INITIAL_MICRO_STEP_ID
         self._wait_for_offload_copies()
-        self._arrived.clear()
-        self._sent.clear()
+        self._begin_step()
         try:
             return [self._take_gradient(i) for i in range(len(self.bit16_groups))]
         except Exception:
             self._release_gradients()
             raise
 
-    def _release_gradients(self) -> None:
-        """Forget DeepSpeed's own gradients, to which the next step would add."""
-        self.micro_step_id = deepspeed_zero.INITIAL_MICRO_STEP_ID
-        self._arrived.clear()
-        for i in range(len(self.bit16_groups)):
-            self._release_gradient(i)
-
-    def _take_gradient(self, group_index: int) -> Tensor:
-        fragments = self.averaged_gradients[group_index]
-        gradient = getattr(fragments, "flat_partition", None)
-        if self.cpu_offload:
-            gradient = self.gradient_on_host(group_index)
-        elif gradient is None:
-            gradient = torch.empty(self.partition_size[group_index], dtype=torch.float32, device=self.device)
-            pieces = [fragment.reshape(-1) for fragment in fragments]
-            if gradient.numel() > LARGEST_IN_LIST:
-                pieces = [part for piece in pieces for part in torch.split(piece, LARGEST_IN_LIST)]
-            # torch.cat takes twice as long where it converts: 1.16 ms, not 0.56, for 72 of 2048 x 2048 in bf16 on H200.
-            torch._foreach_copy_(torch.split(gradient, [piece.numel() for piece in pieces]), pieces)
-        self._release_gradient(group_index)
-        return gradient if self.loss_scale == 1 else gradient.mul_(1 / self.loss_scale)
-
-    def _release_gradient(self, group_index: int) -> None:
-        self._release_preflattened_grad_buffers(group_index)
-        self.averaged_gradients[group_index] = None
-        self.all_grad_tensors[group_index] = None
-        self.free_grad_in_param_list(self.bit16_groups[group_index])
-
     @profiled("measure")
     def measure(self, gradients: Sequence[Tensor]) -> Verdict:
         """Whether the gradients of all ranks allow the step, and which matrices move. A collective.
 
         Args:
-            gradients: as ``take_gradients`` returns them; not modified. None where that has failed.
+            gradients: as ``take_gradients`` returns them; not modified. Empty where that has failed.
         """
         muon, there = len(self.muon_groups), self.accelerator  # where ranks communicate
         squares: list[Tensor] = []
         if gradients:
             with self.failure.held("measure"):
-                squares = [group.squares(g).to(there) for group, g in zip(self.muon_groups, gradients, strict=False)]
-                squares += [sum_of_squares(g).to(there) for g in gradients[muon:]]
+                known = self.squares_on_the_way()
+                of_muon = zip(self.muon_groups, gradients, known, strict=False)
+                squares = [group.squares(g, noted).to(there) for group, g, noted in of_muon]
+                of_adamw = zip(gradients[muon:], known[muon:], strict=True)
+                squares += [sum_of_squares(g).to(there) if noted is None else noted for g, noted in of_adamw]
         if self.failure.error is not None:
             sizes = [len(group.matrices) for group in self.plan.groups] + [1] * (len(self.bit16_groups) - muon)
             squares = [torch.zeros(size, dtype=torch.float64, device=there) for size in sizes]
@@ -302,14 +205,16 @@ class MuonZeroOptimizer(MuonZeroBase):
         in_turns(turns)
 
     def _updates(self, i: int, gradient: Tensor, moves: Tensor) -> Iterator[None]:
-        group = self.muon_groups[i]
+        """Advance a group's momentum, turn its gradient into U, and U into updates; on the host batch by batch."""
+        group, variance = self.muon_groups[i], self.optimizer.row_variance(i)
         where = group.where(gradient, moves.to(gradient.device))
-        # On the host the flags can be looked at, so that no element need be.
-        everything = self.cpu_offload and bool(where.flags.all())
-        advance = partial(self.optimizer.advance_momentum_, i, gradient, None if everything else where)
-        if not self.cpu_offload:
-            advance()
-        yield from group.updates(gradient, self.optimizer.row_variance(i), moves, advance if self.cpu_offload else None)
+        if self.cpu_offload:
+            # The host looks at the flags here, so that it need not at each element.
+            advance = partial(self.optimizer.advance_momentum_, i, gradient, None if where.flags.all() else where)
+            yield from group.updates(gradient, variance, moves, advance)
+        else:
+            self.optimizer.advance_momentum_(i, gradient, where)
+            yield from group.updates(gradient, variance, moves)
 
     @profiled("decide")
     def decide(self, gradients: Sequence[Tensor], verdict: Verdict) -> Findings:
@@ -323,28 +228,22 @@ class MuonZeroOptimizer(MuonZeroBase):
 
         ``gradient_clipping`` scales AdamW's gradients, in place, and never Muon's: see docs/how-it-works.md.
         """
+        muon, adamw = gradients[: len(self.muon_groups)], gradients[len(self.muon_groups) :]
         if (clip := self._adamw_clip(findings)) < 1:
-            for gradient in gradients[len(self.muon_groups) :]:
+            for gradient in adamw:
                 gradient.mul_(clip)
-        for flat, gradient in zip(self.single_partition_of_fp32_groups, gradients, strict=True):
+        weights = self.single_partition_of_fp32_groups[len(muon) :]
+        for flat, gradient in zip(weights, adamw, strict=True):
             flat.grad = gradient
         if self.cpu_offload:  # .grad stays, as the place for the next step's
-            self.optimizer.step(staged=[self._sent_up(i) for i in range(len(self.muon_groups))])
+            parts = ((i, group.on_host) for i, group in enumerate(self.muon_groups))
+            self.optimizer.step(staged=[() if part is None else self.sent_up(i, part) for i, part in parts])
         else:
-            self.optimizer.step()
-            for flat in self.single_partition_of_fp32_groups:
+            self.optimizer.step(staged=[[Stretch(0, update)] for update in muon])
+            for flat in weights:
                 flat.grad = None
         for i, group in enumerate(self.muon_groups):
             group.commit(self.optimizer.row_variance(i))
-
-    def _sent_up(self, i: int) -> Iterator[Stretch]:
-        """The updates of a Muon group on the host. Weights that have moved go up while the next are computed."""
-        if (part := self.muon_groups[i].on_host) is not None:
-            rounded = self.rounded_on_host(i)
-            for stretch in part.stretches():
-                end = stretch.offset + stretch.update.numel()
-                yield stretch._replace(rounded=rounded[stretch.offset : end])
-                self.send_up(i, end, rounded=True)
 
     def _adamw_clip(self, findings: Findings) -> float:
         if self.clip_grad <= 0:

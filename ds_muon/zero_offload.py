@@ -6,7 +6,8 @@ Without offload everything here is DeepSpeed's own.
 from __future__ import annotations
 
 import os
-from collections.abc import Container
+from collections.abc import Container, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +17,10 @@ from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import Tensor
 
-from ds_muon.passes import compile_for_host
+from ds_muon.muon_group import MuonGroup
+from ds_muon.offload import Ferry, HostPart, Stretch
+from ds_muon.passes import Segments, compile_for_host, sum_of_squares
 from ds_muon.say import log
-
-# Elements of the weights that the host rounds at a time, so that they stay in its caches, and sends on their way.
-_AT_A_TIME = 1 << 22
 
 
 class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
@@ -33,18 +33,36 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
     the accelerator about every parameter whether it overflows, which ``measure`` finds for all at once.
     """
 
+    muon_groups: list[MuonGroup]
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._arrived: set[int] = set()
-        """Parameters with a gradient in this step, in what this rank holds."""
-        self._sent: dict[int, int] = {}
-        """How many of a group's weights are on their way up in this step."""
+        self._arrived: dict[int, Tensor] = {}
+        """Parameters with a gradient in this step, in what this rank holds, and its sums of squares."""
+        self._squares: list[Tensor] = []
+        """Of each group, if the gradients are still those that came down."""
+        self._versions: list[int] = []
+        self._segments: dict[int, Segments] = {}
+        self._sent: set[int] = set()
+        """Groups whose weights are on their way up in this step."""
+        self.ferry: Ferry | None = None
+        """Between host and accelerator, with offload."""
         super().__init__(*args, **kwargs)
         if self.cpu_offload:
             self.optimizer.on_host = compile_for_host()
+            self.ferry = Ferry(self.accelerator, pinned=self.cpu_offload_pin_memory)
             if torch.get_num_threads() == 1 < len(os.sched_getaffinity(0)):
                 log("CPU offload has one thread of the host; set OMP_NUM_THREADS to the cores that a rank has")
-            # As large as the largest parameter, and of no use here.
+            # As large as the largest parameter, and as the partition: of no use here.
             self.temp_grad_buffer_for_gpu_offload = self.temp_grad_buffer_for_cpu_offload = None
+            buffers: list[Tensor] = self.param_buffer_of_bit16_for_cpu_offload_groups
+            while buffers:
+                get_accelerator().unpin_memory(buffers.pop())
+            getattr(torch._C, "_host_emptyCache", lambda: None)()  # else torch keeps them
+
+    @property
+    def accelerator(self) -> torch.device:
+        """Where the model is and Newton-Schulz runs. With CPU offload, partitions are on ``device``, the host."""
+        return torch.device(get_accelerator().current_device_name())
 
     def gradient_on_host(self, group_index: int) -> Tensor:
         """The place of a group's gradients with CPU offload: (partition_size,) fp32."""
@@ -86,10 +104,54 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
             # Moved, then converted: a conversion would be made by the host, before the copy above has ended.
             before = place.to(gradient.device, non_blocking=True).to(self.gradient_accumulation_dtype, copy=True)
             total = before.add_(gradient)
-        self._arrived.add(number)
-        place.copy_(total.to(torch.float32), non_blocking=True)
+        total = total.to(torch.float32)
+        place.copy_(total, non_blocking=True)
+        self._note(number, total)
         self._record_gradient_stream(gradient, stream)
         self._record_offload_copy()
+
+    def _note(self, number: int, gradient: Tensor) -> None:
+        """Take the sums of squares of what this rank holds of a gradient: (numel,) fp32 on the accelerator.
+
+        Because the host, once the gradients are there, would have to read them all before anything moves.
+        """
+        self._arrived[number] = sum_of_squares(gradient, self._segments_of(number)).view(-1)
+
+    def _segments_of(self, number: int) -> Segments | None:
+        """The matrices in what this rank holds of a parameter; None for AdamW's."""
+        group_index, _, offset, numel = self.grad_position[number]
+        if group_index >= len(self.muon_groups):
+            return None
+        if number not in self._segments:
+            parts = self.muon_groups[group_index].parts(offset, offset + numel)
+            self._segments[number] = Segments.of(parts, numel, self.accelerator)
+        return self._segments[number]
+
+    def _squares_of_group(self, group_index: int) -> Tensor:
+        """The same of a group, in this rank's partition: of each matrix, or one sum for AdamW's."""
+        zeros = partial(torch.zeros, dtype=torch.float64, device=self.accelerator)
+        sums = [zeros(0)]
+        for number in map(self.get_param_id, self.params_in_partition[group_index]):
+            if number in self._arrived:
+                sums.append(self._arrived[number])
+            elif (segments := self._segments_of(number)) is not None:
+                sums.append(zeros(segments.matrices))
+        return torch.cat(sums) if group_index < len(self.muon_groups) else torch.cat(sums).sum()
+
+    def update_offload_overflow_tracker(self, grad: Tensor | None) -> None:
+        """Hears of a gradient that a script has set after the backward pass: it is measured where it is."""
+        self._squares.clear()
+
+    def _begin_step(self) -> None:
+        """Forget what is of the backward passes before this step, or of the step before."""
+        self._arrived.clear()
+        self._sent.clear()
+        if self._versions != [flat.grad._version for flat in self.single_partition_of_fp32_groups if self.cpu_offload]:
+            self._squares.clear()  # a script has written to them
+
+    def squares_on_the_way(self) -> list[Tensor | None]:
+        """For each group, ``_squares_of_group``, unscaled, if that is what the host would find; else None."""
+        return [self._squares[i] / self.loss_scale**2 if self._squares else None for i in range(len(self.bit16_groups))]
 
     def independent_gradient_partition_epilogue(self) -> None:
         """DeepSpeed's own, after which the gradients of a step have come down, or are on their way."""
@@ -109,60 +171,51 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
         """Bring down the sums in fp32, and zero what has no gradient in this step."""
         for i, params in enumerate(self.params_in_partition):
             gradient = self.gradient_on_host(i)
+            parts = [(number, *self.grad_position[number][2:]) for number in map(self.get_param_id, params)]
             if self._use_compact_grad_partition_buffer(i):
-                gradient.copy_(self._get_compact_grad_partition_buffer(i).flat_partition, non_blocking=True)
+                sums = self._get_compact_grad_partition_buffer(i).flat_partition
+                gradient.copy_(sums, non_blocking=True)
+                for number, offset, numel in parts:
+                    self._note(number, sums.narrow(0, offset, numel).float())
                 self._record_offload_copy()
                 continue
-            for number in map(self.get_param_id, params):
+            for number, offset, numel in parts:
                 if number not in self._arrived:
-                    _, _, offset, numel = self.grad_position[number]
                     gradient.narrow(0, offset, numel).zero_()
             self.averaged_gradients[i] = [gradient]
+        self._squares = [self._squares_of_group(i) for i in range(len(self.params_in_partition))]
+        self._versions = [self.gradient_on_host(i)._version for i in range(len(self.params_in_partition))]
 
     @torch.no_grad()
-    def update_lp_params(self) -> None:
-        """DeepSpeed's own; with offload, the host rounds what goes up, and goes on rounding while it does."""
-        if not self.cpu_offload:
-            super().update_lp_params()
-            return
-        self._wait_for_offload_copies()
+    def round_weights(self) -> None:
+        """Write this rank's fp32 weights to the model's; with offload, the host goes on rounding while they go up."""
         for i, weights in enumerate(self.single_partition_of_fp32_groups):
-            self.send_up(i, weights.numel())
+            if self.ferry is None:
+                self._own_model_weights(i).copy_(weights)
+            elif i not in self._sent:
+                self.ferry.up_rounded(weights.detach(), self._own_model_weights(i))
         self._sent.clear()
-        self._record_offload_copy()
-        deepspeed_zero.all_gather_dp_groups(
-            groups_flat=self.bit16_groups_flat,
-            partitioned_param_groups=self.parallel_partitioned_bit16_groups,
-            dp_process_group=self.real_dp_process_group,
-            start_alignment_factor=self.nccl_start_alignment_factor,
-            allgather_bucket_size=self.allgather_bucket_size,
+
+    def _own_model_weights(self, group_index: int) -> Tensor:
+        """This rank's part of a group's weights, as the model holds them: (partition_size,)."""
+        rank = dist.get_rank(group=self.real_dp_process_group[group_index])
+        own: Tensor = self.parallel_partitioned_bit16_groups[group_index][rank].detach()
+        return own
+
+    def sent_up(self, group_index: int, part: HostPart) -> Iterator[Stretch]:
+        """The updates of a group on the host. Weights that have moved go up while the next are computed."""
+        assert self.ferry is not None
+        weights, there = (
+            self.single_partition_of_fp32_groups[group_index].detach(),
+            self._own_model_weights(group_index),
         )
-
-    @torch.no_grad()
-    def send_up(self, group_index: int, end: int, *, rounded: bool = False) -> None:
-        """Send the weights of a group up to ``end``, as the model holds them, but for those that have been sent.
-
-        Few at a time wait for more, but for the last.
-
-        Args:
-            rounded: whether they have been written to ``rounded_on_host``.
-        """
-        start = self._sent.get(group_index, 0)
-        weights = self.single_partition_of_fp32_groups[group_index]
-        if end - start < min(_AT_A_TIME, weights.numel() - start):
-            return
-        self._sent[group_index] = end
-        model = self.parallel_partitioned_bit16_groups[group_index][
-            dist.get_rank(group=self.real_dp_process_group[group_index])
-        ]
-        flats = (model, weights, self.rounded_on_host(group_index))
-        for goal, part, buffer in zip(*(flat.detach()[start:end].split(_AT_A_TIME) for flat in flats), strict=True):
-            goal.copy_(buffer if rounded else buffer.copy_(part), non_blocking=True)
-
-    def rounded_on_host(self, group_index: int) -> Tensor:
-        """Where a group's weights are rounded, as the model holds them, before they go up: (partition_size,)."""
-        buffer: Tensor = self.param_buffer_of_bit16_for_cpu_offload_groups[group_index]
-        return buffer
+        for stretch in part.stretches():
+            here = slice(stretch.offset, stretch.offset + stretch.update.numel())
+            goal = self.ferry.goal(there[here])
+            yield stretch._replace(rounded=goal)
+            if goal is None:
+                self.ferry.up_rounded(weights[here], there[here])
+        self._sent.add(group_index)
 
     def offload_states(self, include: Container[OffloadStateTypeEnum] | None = None, *args: Any, **kwargs: Any) -> None:
         """DeepSpeed's own; with CPU offload, of the model's weights alone, because the rest is on the host anyway."""

@@ -1,6 +1,7 @@
 """Train a small byte-level GPT on the Python standard library's sources; `scripts/demo` runs it for two optimizers.
 
-    deepspeed --num_accelerators 2 scripts/demo_train.py --deepspeed_config ds_configs/demo_dsmuon.json --out demo_out
+    deepspeed --num_accelerators 2 scripts/demo_train.py --out demo_out \\
+        --deepspeed_config ds_configs/demo_dsmuon.json ds_configs/demo_adamw.json
     python scripts/demo_train.py --report dsmuon adamw --out demo_out
 
 All optimizers see the same windows of text in the same order, and as many steps: only the config differs. With DSMuon
@@ -11,6 +12,7 @@ what was found could not be written. The report reads what the runs wrote, and w
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -37,6 +39,8 @@ from ds_muon.verify import UpdateCheck, UpdateRecord
 
 SEED = 0
 CHECKED_STEPS = 3
+# With fewer steps than this the last one is checked: on a CPU a check takes as long as ten steps.
+ENOUGH_TO_CHECK_MORE = 100
 EVALUATIONS = 10
 EVALUATION_WINDOWS = 64  # over all ranks
 COLOURS = {"DSMuon": "#0b6e4f", "NorMuon": "#3d5a98", "AdamW": "#c8553d"}
@@ -44,7 +48,7 @@ COLOURS = {"DSMuon": "#0b6e4f", "NorMuon": "#3d5a98", "AdamW": "#c8553d"}
 
 @dataclass(frozen=True)
 class Scale:
-    """What a kind of machine trains in about a minute. An odd number of layers makes matrices straddle two ranks."""
+    """What a kind of machine trains in less than a minute. An odd number of layers makes matrices straddle."""
 
     model: GPTConfig
     micro_batch: int
@@ -54,7 +58,7 @@ class Scale:
 
 
 CPU = Scale(
-    GPTConfig(n_layer=5, n_head=6, n_embd=192, block_size=128), micro_batch=8, steps=60, full_steps=400, bf16=False
+    GPTConfig(n_layer=5, n_head=6, n_embd=192, block_size=128), micro_batch=8, steps=50, full_steps=400, bf16=False
 )
 GPU = Scale(
     GPTConfig(n_layer=9, n_head=8, n_embd=512, block_size=256), micro_batch=32, steps=375, full_steps=1500, bf16=True
@@ -91,13 +95,13 @@ def validation_loss(engine: Any, text: Tensor, length: int) -> float:
     return mean_over_ranks([statistics.fmean(losses)])[0]
 
 
-def train(args: argparse.Namespace) -> int:
-    """Train, write `args.out`/<optimizer>.json, and return the exit code."""
+def train(args: argparse.Namespace, config_file: str, texts: tuple[Tensor, Tensor]) -> int:
+    """Train on the first of the texts, write `args.out`/<optimizer>.json, and return the exit code."""
     on_gpu = get_accelerator().device_name() == "cuda"
     scale = GPU if on_gpu else CPU
     steps = args.steps or (scale.full_steps if args.full else scale.steps)
     length = scale.model.block_size
-    config = json.loads(Path(args.deepspeed_config).read_text())
+    config = json.loads(Path(config_file).read_text())
     config["train_micro_batch_size_per_gpu"] = scale.micro_batch
     if scale.bf16:
         # Summed in fp32, gradients are as exact as on the CPU, and so is the check of the updates.
@@ -105,7 +109,8 @@ def train(args: argparse.Namespace) -> int:
         config["communication_data_type"] = "fp32"
 
     optimizer = config["optimizer"]["type"]
-    first_checked = steps - CHECKED_STEPS if optimizer == "DSMuon" else steps
+    checked_steps = CHECKED_STEPS if steps >= ENOUGH_TO_CHECK_MORE else 1
+    first_checked = steps - checked_steps if optimizer == "DSMuon" else steps
     if config["optimizer"]["params"].get("variant") == "normuon":
         optimizer = "NorMuon"
     log_file = args.out / f"{optimizer.lower()}.json"
@@ -126,7 +131,7 @@ def train(args: argparse.Namespace) -> int:
         lr_scheduler=lambda optimizer: LambdaLR(optimizer, lambda step: decay(step, steps)),
     )
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    text, held_out = (part.to(engine.device) for part in standard_library())
+    text, held_out = (part.to(engine.device) for part in texts)
     sampler = torch.Generator().manual_seed(SEED * world_size + rank)
 
     losses: list[float] = []
@@ -191,7 +196,7 @@ def train(args: argparse.Namespace) -> int:
         if log["check"] is not None and not log["check"]["ok"]:
             print(f"updates out of tolerance: {log['check']}", file=sys.stderr)
     dist.barrier()
-    dist.destroy_process_group()
+    engine.destroy()
     if log["check"] is not None and not log["check"]["ok"]:
         return 1
     return 0 if kept else 2
@@ -293,7 +298,9 @@ def report(out: Path, names: list[str]) -> int:
 
     checks = {log["optimizer"]: log["check"] for log in logs if log["check"] is not None}
     for optimizer, check in checks.items():
-        print(f"\n{optimizer}: the last {CHECKED_STEPS} updates against the fp64 single-process reference:")
+        checked = check["muon"]["updates"] // check["muon"]["parameters"]
+        last = "the last update" if checked == 1 else f"the last {checked} updates"
+        print(f"\n{optimizer}: {last} of every weight against the fp64 single-process reference:")
         for half, name in (("muon", "Muon"), ("adamw", "AdamW")):
             if part := check.get(half):
                 print(
@@ -317,11 +324,11 @@ def report(out: Path, names: list[str]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for logs and picture")
-    parser.add_argument("--steps", type=int, help="optimizer steps (default: about a minute's worth)")
+    parser.add_argument("--steps", type=int, help="optimizer steps (default: less than a minute's worth)")
     parser.add_argument("--full", action="store_true", help="train for longer: two minutes' worth of steps or more")
     parser.add_argument("--report", nargs="+", metavar="RUN", help="merge and draw what runs left in --out")
     parser.add_argument("--local_rank", type=int, help="set by the launcher")
-    parser.add_argument("--deepspeed_config", help="ds_config.json of the run")
+    parser.add_argument("--deepspeed_config", nargs="+", help="ds_config.json of each run, one after another")
     args = parser.parse_args()
     if args.report:
         return report(args.out, args.report)
@@ -329,7 +336,13 @@ def main() -> int:
         parser.error("--deepspeed_config is missing")
     if args.steps is not None and args.steps <= CHECKED_STEPS:
         parser.error(f"--steps is {args.steps}: it must be more than the {CHECKED_STEPS} checked at the end")
-    return train(args)
+    texts = standard_library()
+    for config_file in args.deepspeed_config:
+        if code := train(args, config_file, texts):
+            return code
+        gc.collect()  # an engine is full of cycles
+    dist.destroy_process_group()
+    return 0
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     python scripts/measure_offload.py --models gpt-303m gpt-1.2b --json offload.json --trace trace.json
     python scripts/measure_offload.py --models gpt-3b --only dsmuon-offload adamw-offload
     python scripts/measure_offload.py --largest            # the largest GPT that trains with offload and without
+    python scripts/measure_offload.py --loops              # the host's loops alone, by bytes of a slot
 
 DSMuon with and without offload, AdamW offloaded (DeepSpeedCPUAdam) and DeepSpeed's Muon offloaded; each in a process of
 its own, all of them ``--passes`` times in turn. No process takes longer than ``--limit`` seconds, and none begins after
@@ -24,6 +25,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,14 +121,17 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if on_gpu else "CPU",
         "threads": torch.get_num_threads(),
     }
-    if options.candidate.startswith("dsmuon"):
+    if options.candidate.startswith("dsmuon") and options.rounds > 2:
         with torch.profiler.profile() as profiler:
             iterate()
-        events = profiler.key_averages()
-        found["phases_ms"] = {e.key: round(e.cpu_time_total / 1e3, 2) for e in events if e.key.startswith("ds_muon::")}
-        found["busy_ms"] = {
-            e.key: round(e.self_device_time_total / 1e3, 2) for e in events if e.key.startswith("Memcpy")
-        }
+        phases: dict[str, float] = {}
+        copies: dict[str, float] = {}
+        for e in profiler.events():  # on the accelerator, a phase has events of its own
+            if e.name.startswith("ds_muon::") and str(e.device_type).endswith("CPU"):
+                phases[e.name] = phases.get(e.name, 0.0) + e.cpu_time_total / 1e3
+            if e.name.startswith("Memcpy"):
+                copies[e.name] = copies.get(e.name, 0.0) + e.self_device_time_total / 1e3
+        found |= {"phases_ms": phases, "busy_ms": copies}
         if options.trace is not None:
             profiler.export_chrome_trace(str(options.trace))
     return found
@@ -173,6 +179,53 @@ def bus(parameters: int) -> dict[str, float]:
         seconds.append(time.perf_counter() - start)
     host = (left.nbytes + right.nbytes) / min(seconds) / 1e9
     return {"up": timed(up, 0), "down": timed(0, down), "both": timed(up, down), "host_gb_s": host}
+
+
+def loops(elements: int, rounds: int = 4) -> dict[str, float]:
+    """Least milliseconds of the host's loops over so many elements, alone; those that lift by MiB of a slot."""
+    import torch
+
+    from ds_muon.passes import host_passes, lift
+
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    g, m, v, w = (torch.zeros(elements, pin_memory=on_gpu) for _ in range(4))
+    o = torch.zeros(elements, dtype=torch.float16, pin_memory=on_gpu)
+    u, rounded = (torch.zeros(elements, dtype=dtype, device=device) for dtype in (torch.float32, torch.bfloat16))
+    found: dict[str, float] = {}
+
+    def timed(name: str, bytes_each: int, run: Callable[[], object]) -> None:
+        seconds = []
+        for _ in range(rounds):
+            start = time.perf_counter()
+            run()
+            if on_gpu:
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        found[name] = 1e3 * min(seconds)
+        rate = bytes_each * elements / min(seconds) / 1e9
+        print(f"{name:28} {found[name]:8.1f} ms, {bytes_each} bytes an element: {rate:6.1f} GB/s", flush=True)
+
+    timed("copy", 8, lambda: v.copy_(g))
+    files = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    print(f"{torch.get_num_threads()} threads of", *(file for file in files if "omp" in Path(file).name))
+    timed("squares", 4, lambda: host_passes.sum_of_squares(g))
+    moments: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
+    timed("adamw", 28, lambda: host_passes.adamw_(w, g, m, v, step=1, **moments))
+    momentum: dict[str, Any] = {"momentum": 0.95, "nesterov": True}
+    move: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "scale": 2.0}
+    timed("advance, in place", 16, lambda: host_passes.advance_momentum_(g, m, **momentum))
+    timed("apply", 10, lambda: host_passes.apply_update_(w, o, **move))
+    for kib in (512, 1024, 2048, 4096, 8192, 16384):
+        lift.SLOT_BYTES = kib << 10
+        by = lift.Lift(device, pinned=on_gpu)
+        runs: tuple[tuple[str, int, Callable[..., object], dict[str, Any]], ...] = (
+            ("advance", 12, partial(host_passes.advance_momentum_, g, m, **momentum), {"into": lift.Goal(u, by)}),
+            ("apply", 10, partial(host_passes.apply_update_, w, o, **move), {"rounded": lift.Goal(rounded, by)}),
+        )
+        for name, bytes_each, run, goal in runs:
+            timed(f"{name}, slots of {kib} KiB", bytes_each, partial(run, **goal))
+    return found
 
 
 def in_a_process(options: argparse.Namespace, **changes: Any) -> dict[str, Any]:
@@ -249,34 +302,51 @@ def show(found: dict[str, Any]) -> None:
         for name, runs in of_model.items():
             for key in ("phases_ms", "busy_ms"):
                 if runs and key in (last := runs[-1] if isinstance(runs, list) else {}):
-                    print(f"{name}: {key}:", last[key])
+                    print(f"{name}: {key}:", {of: round(ms, 2) for of, ms in last[key].items()})
 
 
 def largest(options: argparse.Namespace, begun: float) -> dict[str, Any]:
-    """For DSMuon with offload and without, the most billions of parameters that train; by steps from an estimate."""
+    """For DSMuon with offload and without, the most billions of parameters that train; by steps from an estimate.
+
+    Estimates of 16.1 bytes of the GPU per parameter without offload and 4.2 with: weights and gradients in half
+    precision, and without also fp32 weights, momentum and gradients. With offload these are on the host, which is not
+    asked for more than it has: it may end more than the process.
+    """
     import torch
 
     width, sequence = 4096, 256
     per_billion = round(1e9 / (12 * width**2))  # layers
     gpu = torch.cuda.get_device_properties(0).total_memory
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    # Bytes per parameter: weights and gradients in bf16; fp32 weights, momentum and gradients, wherever they are.
-    guesses = {"dsmuon": gpu / 16e9, "dsmuon-offload": min(gpu / 4.2e9, host / 15e9)}
-    found: dict[str, Any] = {"gpu_bytes": gpu, "host_bytes": host}
+    host = options.host or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+
+    def host_gb(billions: int) -> float:
+        """Momentum; weights and gradients, pinned, which torch rounds up to a power of two; DeepSpeed's bf16 copy."""
+        elements = billions * per_billion * 12 * width**2
+        pinned = (1 << (nbytes - 1).bit_length() for nbytes in (4 * elements, 4 * elements, 2 * elements))
+        return (4 * elements + sum(pinned)) / 1e9 + 8
+
+    fit = [billions for billions in range(1, 200) if host_gb(billions) <= host and 4.2 * billions <= gpu / 1e9]
+    guesses = {"dsmuon": int(gpu / 16.1e9), "dsmuon-offload": max(fit, default=1)}
+    found: dict[str, Any] = {"gpu_bytes": gpu, "host_gb": host}
     for name, guess in guesses.items():
         tried: dict[int, str] = {}
-        billions = max(1, int(guess))
+        billions = max(1, guess) if name in options.only else 0
         while billions not in tried and billions and time.perf_counter() - begun < options.budget:
+            if "offload" in name and host_gb(billions) > host:
+                tried[billions] = f"not tried: needs {host_gb(billions):.0f} GB of the host's {host:.0f}"
+                break
             run = in_a_process(
                 options, candidate=name, layers=billions * per_billion, width=width, sequence=sequence,
-                micro_batch=1, rounds=2, trace=None,
+                micro_batch=1, rounds=2, seconds=5.0, trace=None,
             )  # fmt: skip
             tried[billions] = run.get("problem", f"{statistics.median(run.get('iteration_ms', [0])):.0f} ms")
-            print(f"{name}: {billions}B: {tried[billions]}", file=sys.stderr, flush=True)
+            sizes = {key: f"{run.get(key, 0) / 1e9:.1f} GB" for key in ("peak_bytes", "host_bytes", "host_peak_bytes")}
+            took = time.perf_counter() - begun
+            print(f"{name}: {billions}B: {tried[billions]}, {sizes}; {took:.0f} s", file=sys.stderr, flush=True)
             billions += -1 if "problem" in run else 1
         fits = [size for size, said in tried.items() if said.endswith(" ms")]
         found[name] = {"largest, billions": max(fits, default=None), "tried": tried}
-        print(f"{name}: the largest that trains: {max(fits, default=0)}B of {tried}")
+        print(f"{name}: the largest that trains: {max(fits, default=0)}B of {tried}", flush=True)
     return found
 
 
@@ -292,6 +362,8 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=420.0, help="seconds after which no process begins")
     parser.add_argument("--only", nargs="+", choices=CANDIDATES, default=[*CANDIDATES])
     parser.add_argument("--largest", action="store_true", help="in place of the comparison")
+    parser.add_argument("--host", type=float, help="GB of the host's memory, for --largest; by default what it says")
+    parser.add_argument("--loops", action="store_true", help="in place of the comparison: the host's loops alone")
     parser.add_argument("--trace", type=Path, help="write a trace of one iteration with offload, of the last model")
     parser.add_argument("--json", type=Path, help="write all numbers")
     for hidden, kind in {"candidate": str, "layers": int, "width": int}.items():
@@ -301,9 +373,12 @@ def main() -> None:
         print(json.dumps(measure(options)), flush=True)
         return
     begun = time.perf_counter()
-    found = largest(options, begun) if options.largest else compare(options, begun)
-    if not options.largest:
-        show(found)
+    if options.loops:
+        found: dict[str, Any] = loops(300_000_000)
+    else:
+        found = largest(options, begun) if options.largest else compare(options, begun)
+        if not options.largest:
+            show(found)
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1))
 

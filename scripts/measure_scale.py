@@ -45,8 +45,8 @@ from ds_muon.capture import NanCapture
 from ds_muon.exchange import element_bytes
 from ds_muon.muon_group import MuonGroup, in_turns
 from ds_muon.passes import Held, Segments
-from ds_muon.plan.owners import RATES, Rates
 from ds_muon.plan.partition import GroupPlan, Plan
+from ds_muon.plan.rates import RATES, Rates
 from ds_muon.plan_cost import MODELS, Shapes, default_settings
 
 SHRINK, NODE = 64, 8

@@ -19,6 +19,7 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
 from ds_muon.agree import gather, raise_together
 from ds_muon.checkpoints.check import check_before_loading
+from ds_muon.checkpoints.reading import below
 from ds_muon.checkpoints.same_weights import check_same_weights
 from ds_muon.checkpoints.saving import WholeCheckpoints
 from ds_muon.checkpoints.shards import SAVE, Save
@@ -70,8 +71,11 @@ def _check_latest(path: Path, group: dist.ProcessGroup) -> str | None:
     """
     error, named = None, None
     try:
-        if path.is_file() and not (named := path.read_text().strip()):
-            error = ValueError(f"{path} is empty: what wrote it was stopped; pass the tag of a checkpoint")
+        if path.is_file():
+            if named := path.read_text().strip():
+                below(path.parent, named)
+            else:
+                error = ValueError(f"{path} is empty: what wrote it was stopped; pass the tag of a checkpoint")
     except Exception as caught:  # whatever it is, no rank may be left waiting
         error = ValueError(f"{path} cannot be read: {type(caught).__name__}: {caught}; pass the tag of a checkpoint")
     raise_together(error, group)
@@ -160,7 +164,7 @@ def save_checkpoint(
     if not isinstance(zero, MuonZeroOptimizer):
         return original(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
-    save = Save(_of_one_tag(tag, save_latest, zero.dp_process_group), tag, engine.global_steps)
+    save = Save(_of_one_tag(save_dir, tag, save_latest, zero.dp_process_group), tag, engine.global_steps)
     files, whole = engine.checkpoint_engine, isinstance(engine.checkpoint_engine, WholeCheckpoints)
     # What a load has returned says of which save that was.
     client_state = {key: value for key, value in client_state.items() if key != SAVE}
@@ -175,7 +179,7 @@ def save_checkpoint(
     return done
 
 
-def _of_one_tag(tag: str, save_latest: bool, group: dist.ProcessGroup) -> str:
+def _of_one_tag(save_dir: str, tag: str, save_latest: bool, group: dist.ProcessGroup) -> str:
     """A number for the save, if all ranks save the same tag, and one that can be loaded. A collective."""
     tags = gather((tag, uuid.uuid4().hex), group)
     for rank, (other, _) in enumerate(tags):
@@ -186,6 +190,7 @@ def _of_one_tag(tag: str, save_latest: bool, group: dist.ProcessGroup) -> str:
             f"tag = {tag!r} would not be found again: DeepSpeed drops blanks at its ends, and takes an empty one for "
             "none; pass another tag"
         )
+    below(Path(save_dir), tag)
     return tags[0][1]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ds_muon.plan.partition import cut
+from ds_muon.plan.zero_layout import cut
 
 Offsets = list[list[tuple[str, int]]]
 """For each param group, name and offset of its parameters in flat order."""

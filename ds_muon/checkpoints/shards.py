@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from deepspeed.runtime.checkpoint_engine import DataStatesCheckpointEngine
 from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 
+from ds_muon.checkpoints.reading import read_file
 from ds_muon.checkpoints.reshard import Offsets
 from ds_muon.dtypes import name_of
 from ds_muon.layout import order_of_outputs
-from ds_muon.optimizer import CUT_STATE
 
 LAYOUT = "ds_muon_layout"
 """Key in a checkpoint's shard: the ``layout`` that it was saved with."""
@@ -26,6 +26,8 @@ SAVE = "ds_muon_save"
 """Key in a checkpoint's file of weights: the number of the ``Save``, its tag and its step, as in a description."""
 BASE, CLIP_GRAD = deepspeed_zero.BASE_OPTIMIZER_STATE, deepspeed_zero.CLIP_GRAD
 """DeepSpeed's keys in a shard: state and param groups of the optimizer; gradient_clipping."""
+CUT_STATE = frozenset({"momentum_buffer", "exp_avg", "exp_avg_sq"})
+"""State with a number for each element of the flat partition; the other is the same on every rank."""
 FORMAT = 1
 """Number of the format of these. A later ds_muon may write a larger one, which this one refuses."""
 
@@ -191,7 +193,7 @@ class Shards:
             ValueError: it cannot be read.
         """
         path = self.weights
-        weights = _read(self._engine, path)
+        weights = _read(self._engine, path, trusted=True)  # as DeepSpeed will: a client_state may hold any object
         said = Save(*weights[SAVE]) if weights.get(SAVE) else None
         step = weights.get("global_steps")
         if said is None and (save is None or step is None or step == save.step):
@@ -215,18 +217,12 @@ def partition_sizes(states: Sequence[Mapping[str, Any]]) -> list[int]:
     return [next((state[key].numel() for key in state.keys() & CUT_STATE), 0) for state in states]
 
 
-def _read(engine: Any, path: Path) -> dict[str, Any]:
-    """The contents of a checkpoint's file. If the format allows it, tensors are read only when they are used."""
-    try:
-        try:
-            contents: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-        except RuntimeError:  # another format than torch's present one
-            contents = engine.checkpoint_engine.load(str(path), map_location="cpu")
-    except Exception as error:
-        raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-    if not isinstance(contents, dict):
-        raise Misfit(f"{path} is no file of a checkpoint, but holds a {type(contents).__name__}; copy that file anew")
-    return contents
+def _read(engine: Any, path: Path, *, trusted: bool = False) -> dict[str, Any]:
+    files = engine.checkpoint_engine
+    if isinstance(files, DataStatesCheckpointEngine):  # a format of its own
+        contents: dict[str, Any] = files.load(str(path), map_location="cpu")
+        return contents
+    return read_file(path, trusted=trusted)
 
 
 def optimizer_of(saved: Mapping[str, Any]) -> str:

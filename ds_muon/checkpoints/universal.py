@@ -34,10 +34,10 @@ from ds_muon.checkpoints.check import (
     rows_of,
     say_what_changes,
 )
+from ds_muon.checkpoints.reading import below, read_file
 from ds_muon.checkpoints.reshard import Buffers, Stretch, stretches
-from ds_muon.checkpoints.shards import BASE, CLIP_GRAD, LAYOUT, SAVE, SHARD, Misfit, description, layout
+from ds_muon.checkpoints.shards import BASE, CLIP_GRAD, CUT_STATE, LAYOUT, SAVE, SHARD, Misfit, description, layout
 from ds_muon.dtypes import name_of
-from ds_muon.optimizer import CUT_STATE
 from ds_muon.say import say
 from ds_muon.text import count
 
@@ -105,8 +105,12 @@ class FoundUniversal(Found):
 
 
 def file_of(folder: Path, name: str, key: str) -> Path:
-    """Where the tensor of a parameter lies."""
-    return folder / ("ds_muon" if key == "momentum_buffer" else "zero") / name / f"{key}.pt"
+    """Where the tensor of a parameter lies.
+
+    Raises:
+        ValueError: by its name, not in the folder.
+    """
+    return below(folder / ("ds_muon" if key == "momentum_buffer" else "zero"), name) / f"{key}.pt"
 
 
 def is_universal(folder: Path) -> bool:
@@ -163,7 +167,7 @@ def _read_content(folder: Path) -> tuple[Content, Mapping[str, Any]]:
     path = folder / OPTIMIZER_FILE
     if not path.is_file():
         raise Misfit(f"{path} is missing: it was not converted to its end, or not copied whole")
-    saved = _read(path)
+    saved = read_file(path)
     if CONTENT not in saved:
         raise Misfit(
             f"{path} was not written by ds-muon; convert the checkpoint that it was made from, by ds-muon to-universal "
@@ -195,7 +199,7 @@ def _fit(
         if other != seen[0]:
             raise Misfit(f"rank 0 loads {seen[0][0]!r} and rank {rank} {other[0]!r}, of another conversion")
     weights = Path(engine._get_ckpt_name(str(folder.parent), folder.name))
-    model, common = _read(weights), folder / OPTIMIZER_FILE
+    model, common = read_file(weights, trusted=True), folder / OPTIMIZER_FILE  # as DeepSpeed will
     if (step := model.get("global_steps")) != content.step or model.get(SAVE) != content.save:
         raise Misfit(f"{weights} is of another save than {common}: of step {step}, and not {content.step}")
     if content.of_dsmuon:
@@ -231,7 +235,7 @@ def _open(folder: Path, content: Content, name: str, keys: set[str]) -> dict[str
         path = file_of(folder, name, key)
         if not path.is_file():
             raise Misfit(f"{path} is missing: it was not converted to its end, or not copied whole")
-        held = _read(path)
+        held = read_file(path)
         if held.get(CONVERSION) != content.conversion:
             raise Misfit(f"{path} is of another conversion than {folder / OPTIMIZER_FILE}; two are mixed up")
         tensor = held[PARAM]
@@ -239,15 +243,6 @@ def _open(folder: Path, content: Content, name: str, keys: set[str]) -> dict[str
             raise Misfit(f"{path} holds {tuple(tensor.shape)} in {name_of(tensor.dtype)}, not {shape} in {files[key]}")
         tensors[key] = tensor
     return tensors
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """The contents of a file, whose tensors are read only when they are used."""
-    try:
-        contents: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-    except Exception as error:
-        raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-    return contents
 
 
 # ---- of another optimizer -------------------------------------------------------------------------------------------

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_muon.checkpoints.shards import BASE, LAYOUT, SAVE, SHARD
+from ds_muon.checkpoints.shards import BASE, CUT_STATE, LAYOUT, SAVE, SHARD
 from ds_muon.checkpoints.shards import FORMAT as SHARD_FORMAT
 from ds_muon.checkpoints.universal import CONTENT, CONVERSION, FORMAT, LATEST, OPTIMIZER_FILE, PARAM, Content, file_of
 from ds_muon.conversion.ordinary import ConversionError, Ordinary
 from ds_muon.dtypes import name_of
 from ds_muon.files import check_writable, write_text, writing
-from ds_muon.optimizer import CUT_STATE
 
 _LOCAL = ("param_slice_mappings", "single_partition_of_fp32_groups", BASE)
 # Of a scheduler's state, what has something for each param group: the run that loads it has others.
@@ -49,11 +48,13 @@ def convert(source: Ordinary, out: Path) -> Converted:
         out: a new or an empty folder.
 
     Raises:
-        ConversionError: ``out`` is neither.
+        ValueError: ``out`` is neither, or a parameter's name leads out of it.
         OSError: it cannot be written. What has been written by then stays; without ``latest`` it is no checkpoint.
     """
     _check_out(source, out)
     folder = out / source.folder.name
+    for name in (*source.params, *source.model["module"]):
+        file_of(folder, name, "fp32")
     done, number = Converted(folder), uuid.uuid4().hex
     params: dict[str, tuple[tuple[int, ...], int, dict[str, str]]] = {}
     for name, param in source.params.items():
@@ -66,7 +67,7 @@ def convert(source: Ordinary, out: Path) -> Converted:
             _save({PARAM: tensor, "cat_dim": 0, CONVERSION: number}, file_of(folder, name, key))
             del tensor
         if (step := source.step(param.group)) is not None and "exp_avg" in files:
-            _save(torch.tensor(step, dtype=torch.float32, device="cpu"), folder / "zero" / name / "step.pt")
+            _save(torch.tensor(step, dtype=torch.float32, device="cpu"), file_of(folder, name, "step"))
         params[name] = (param.shape, param.group, files)
         done.elements[name] = math.prod(param.shape)
         done.with_state.setdefault(_kind(files), []).append(name)
@@ -124,7 +125,7 @@ def _save_the_untrained(source: Ordinary, folder: Path, number: str) -> None:
     """Frozen weights, buffers, and other names of tied weights: DeepSpeed's own converter writes these as well."""
     for name, tensor in source.model["module"].items():
         if isinstance(tensor, Tensor) and name not in source.params:
-            _save({PARAM: tensor.float().clone(), CONVERSION: number}, folder / "zero" / name / "fp32.pt")
+            _save({PARAM: tensor.float().clone(), CONVERSION: number}, file_of(folder, name, "fp32"))
 
 
 def _common(source: Ordinary, content: Content) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_muon.checkpoints.shards import FORMAT, LAYOUT, SAVE, SHARD, optimizer_of, states_of
-from ds_muon.optimizer import CUT_STATE
-from ds_muon.plan.partition import Slice, cut
+from ds_muon.checkpoints.reading import below, read_file
+from ds_muon.checkpoints.shards import CUT_STATE, FORMAT, LAYOUT, SAVE, SHARD, optimizer_of, states_of
+from ds_muon.plan.zero_layout import Slice, cut
 
 MODEL_FILE = "mp_rank_00_model_states.pt"
 _FP32, _BASE = "single_partition_of_fp32_groups", "base_optimizer_state"
@@ -44,6 +44,7 @@ class Ordinary:
 
     Args:
         path: of the checkpoint, or of the folder in which ``latest`` names it.
+        trusted: as ``read_file`` takes it.
 
     Attributes:
         folder: of the checkpoint: its name is the tag.
@@ -54,10 +55,10 @@ class Ordinary:
         optimizer: by name, the one that saved it.
 
     Raises:
-        ConversionError: it is none of ZeRO-1/2, or a file is missing, torn or of another save.
+        ValueError: it is none of ZeRO-1/2, or a file is missing, torn, of another save, or one that may run code.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, trusted: bool = False) -> None:
         self.root, self.folder = _root_and_folder(path)
         self.model_path = self.folder / MODEL_FILE
         if not self.model_path.is_file():
@@ -66,12 +67,12 @@ class Ordinary:
             raise ConversionError(
                 f"{self.folder} is of a tensor- or pipeline-parallel model, whose pieces are not read"
             )
-        self.model = read_file(self.model_path)
+        self.model = read_file(self.model_path, trusted=trusted)
         bf16 = self._path(0, "bf16_").exists()
         files = [self._path(k, "bf16_" if bf16 else "") for k in range(self.model.get("dp_world_size", 1))]
         if missing := [file for file in files if not file.is_file()]:
             raise ConversionError(f"{missing[0]} is missing: it was not saved to its end, or not copied whole")
-        contents = [read_file(file) for file in files]
+        contents = [read_file(file, trusted=trusted) for file in files]
         self.optimizer = optimizer_of(contents[0])
         settings = contents[0].get("ds_config")
         self.settings: Mapping[str, Any] = settings if isinstance(settings, Mapping) else {}
@@ -241,23 +242,7 @@ def _root_and_folder(path: Path) -> tuple[Path | None, Path]:
         raise ConversionError(f"{path} is no folder")
     if not latest.is_file():
         return None, path
-    folder = path / latest.read_text().strip()
+    folder = below(path, latest.read_text().strip())
     if not folder.is_dir():
         raise ConversionError(f"{latest} names {folder.name!r}, and there is no {folder}")
     return path, folder
-
-
-def read_file(path: Path) -> dict[str, Any]:
-    """The contents of a file, whose tensors are read only when they are used.
-
-    Raises:
-        ConversionError: it cannot be read.
-    """
-    try:
-        try:
-            contents: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-        except RuntimeError:  # another format than torch's present one, or a torn file: the next line says which
-            contents = torch.load(path, map_location="cpu", weights_only=False)
-    except Exception as error:
-        raise ConversionError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-    return contents

@@ -28,12 +28,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_folders(parser: argparse.ArgumentParser, description: str, run: Callable[[Ordinary, Path], None]) -> None:
-    """``IN`` and ``OUT``, and what is done with them; it may raise a ``ConversionError`` or an ``OSError``."""
+    """``IN`` and ``OUT``, and what is done with them; it may raise a ``ValueError`` or an ``OSError``."""
     parser.description = description
     parser.add_argument(
         "source", type=Path, metavar="IN", help="a checkpoint, or the folder in which the file latest names one"
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="a new folder, for engine.load_checkpoint(OUT)")
+    parser.add_argument(
+        "--trust", action="store_true",
+        help="read IN by pickle, which runs whatever code its files name: for a script's own objects in them"
+    )  # fmt: skip
     parser.set_defaults(run=lambda options: _run(options, run))
 
 
@@ -56,8 +60,10 @@ def tell_done(source: Ordinary, done: Converted, what: str) -> None:
 
 def _run(options: argparse.Namespace, work: Callable[[Ordinary, Path], None]) -> int:
     try:
-        work(Ordinary(options.source), options.out)
-    except (ConversionError, OSError) as error:
-        tell(f"ds-muon: {printable(str(error))}", to=sys.stderr)
+        work(Ordinary(options.source, trusted=options.trust), options.out)
+    except Exception as error:  # other than these: whatever comes of a file that DeepSpeed has not written
+        known = isinstance(error, ValueError | OSError)
+        reason = str(error) if known else f"{options.source} is damaged, or not of DeepSpeed: {error!r}"
+        tell(f"ds-muon: {printable(reason)}", to=sys.stderr)
         return NOT_DONE
     return DONE

@@ -143,6 +143,9 @@ def _package(name: str, version: str | None) -> Package:
         return Package(name, version, "tested" if tested else f"has the parts needed; tested is {SUPPORTED_DEEPSPEED}")
     if name in OLDEST:
         oldest = ".".join(map(str, OLDEST[name]))
-        ok = numbers >= OLDEST[name]
-        return Package(name, version, f"{oldest} or newer" if ok else f"is too old: {oldest} or newer", ok)
+        if numbers >= OLDEST[name]:
+            return Package(name, version, f"{oldest} or newer")
+        if name in OPTIONAL:  # such as the Triton that torch 2.6 brings: torch's operations run in its place
+            return Package(name, version, f"is too old to be used: {oldest} or newer")
+        return Package(name, version, f"is too old: {oldest} or newer", ok=False)
     return Package(name, version, "any that goes with DeepSpeed")

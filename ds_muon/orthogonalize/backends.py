@@ -1,4 +1,4 @@
-"""The backends by name, and which of them can run where. Triton is imported only when it is used."""
+"""What a backend is, the backends by name, and which of them can run where. Triton is imported only when it is used."""
 
 from __future__ import annotations
 
@@ -8,15 +8,49 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ds_muon.extras import OLDEST_TRITON, how_to_install
 from ds_muon.kernels.available import why_not
-from ds_muon.orthogonalize.newton_schulz import Backend, Iteration, gram_blocks
+from ds_muon.orthogonalize.newton_schulz import Iteration, gram_blocks
 from ds_muon.orthogonalize.torch_backend import TorchOperations, exact_products
 from ds_muon.say import log
+
+
+class Backend(Protocol):
+    """Runs an iteration on a batch: normalization, products, and the memory for both."""
+
+    compact: bool
+    """Whether a result of ``run`` keeps no other memory of ``run`` alive."""
+
+    def alone(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether a matrix must be a batch of its own, because its result might depend on others in the batch."""
+
+    def workspace(self, rows: int, cols: int, dtype: torch.dtype, squares: int) -> int:
+        """Bytes that ``run`` allocates for each (rows, cols) matrix of a batch, its result included.
+
+        Args:
+            squares: of the ``Iteration``.
+        """
+
+    def run(self, matrices: Sequence[Tensor], iteration: Iteration) -> Tensor:
+        """Normalize the matrices, (rows, cols) in fp32 each, and iterate on them as one batch.
+
+        Each is divided by its largest magnitude, then by its Frobenius norm. The first division keeps the squares in
+        the second in range. So U and c U give the same result up to rounding, for any scale that fp32 can hold.
+
+        Returns:
+            (batch, rows, cols) of the iteration's dtype, in storage that shares nothing with ``matrices``.
+        """
+
+    def release(self) -> None:
+        """Free whatever is kept from one ``run`` to the next."""
+
+    def for_trial(self, device: torch.device, dtype: torch.dtype) -> Sequence[Backend]:
+        """Backends that together use every way of computing a product that this one may choose there."""
 
 
 @cache

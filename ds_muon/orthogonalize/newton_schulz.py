@@ -123,39 +123,6 @@ class Operations(Protocol):
         """``(a I + b R + c R^2) X``, at least as accurate as ``product(polynomial(r, triple), x, out)``."""
 
 
-class Backend(Protocol):
-    """Runs an iteration on a batch: normalization, products, and the memory for both."""
-
-    compact: bool
-    """Whether a result of ``run`` keeps no other memory of ``run`` alive."""
-
-    def alone(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether a matrix must be a batch of its own, because its result might depend on others in the batch."""
-
-    def workspace(self, rows: int, cols: int, dtype: torch.dtype, squares: int) -> int:
-        """Bytes that ``run`` allocates for each (rows, cols) matrix of a batch, its result included.
-
-        Args:
-            squares: of the ``Iteration``.
-        """
-
-    def run(self, matrices: Sequence[Tensor], iteration: Iteration) -> Tensor:
-        """Normalize the matrices, (rows, cols) in fp32 each, and iterate on them as one batch.
-
-        Each is divided by its largest magnitude, then by its Frobenius norm. The first division keeps the squares in
-        the second in range. So U and c U give the same result up to rounding, for any scale that fp32 can hold.
-
-        Returns:
-            (batch, rows, cols) of the iteration's dtype, in storage that shares nothing with ``matrices``.
-        """
-
-    def release(self) -> None:
-        """Free whatever is kept from one ``run`` to the next."""
-
-    def for_trial(self, device: torch.device, dtype: torch.dtype) -> Sequence[Backend]:
-        """Backends that together use every way of computing a product that this one may choose there."""
-
-
 def blocks(rows: int, cols: int, triples: Sequence[Triple], dtype: torch.dtype, method: str) -> tuple[Block, ...]:
     """The blocks for a (rows, cols) matrix: in the Gram form if ``method`` is "gram" and it pays, else standard."""
     if gram_form_pays(rows, cols) and method == "gram":

@@ -13,7 +13,7 @@ from ds_muon.orthogonalize.newton_schulz import Iteration
 
 
 class TorchOperations:
-    """Operations and backend, see ``newton_schulz``. Vendor libraries compute both triangles of a symmetric product."""
+    """``Operations`` and ``Backend`` in one. Vendor libraries compute both triangles of a symmetric product."""
 
     compact = True
 

@@ -184,7 +184,7 @@ def _layout(batch: int, rows: int, cols: int, dtype: torch.dtype, squares: int) 
 def _orthogonalize(
     addresses: Tensor, layout: _Layout, memory: Tensor, aligned: bool, iteration: Iteration, tile: Tile | None
 ) -> None:
-    """Normalize the matrices at ``addresses`` and iterate on them, in ``memory``; see ``newton_schulz.Backend.run``."""
+    """Normalize the matrices at ``addresses`` and iterate on them, in ``memory``; see ``backends.Backend.run``."""
     tall = layout.rows > layout.cols
 
     def load(addresses: Tensor, *room: Tensor) -> tuple[Tensor, TritonProducts, Tensor]:

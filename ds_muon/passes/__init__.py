@@ -17,11 +17,14 @@ from torch import Tensor
 
 from ds_muon.kernels.available import why_not
 from ds_muon.passes import torch_passes
+from ds_muon.passes.lift import Goal, LiftFailed
 from ds_muon.passes.segments import Held, Segments, Where
-from ds_muon.passes.torch_passes import chunk_on, rows_of
+from ds_muon.passes.torch_passes import LARGEST_IN_LIST, chunk_on, rows_of
 from ds_muon.say import log
 
 __all__ = [
+    "LARGEST_IN_LIST",
+    "Goal",
     "Held",
     "Segments",
     "Where",
@@ -37,8 +40,8 @@ __all__ = [
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Names of passes whose kernel could not be launched here.
-_FAILED: set[str] = set()
+# Types of device, with the names of the passes whose kernel could not be launched there.
+_FAILED: set[tuple[str, str]] = set()
 
 # With "host", the passes that are compiled for it.
 _COMPILED: dict[str, ModuleType] = {}
@@ -82,20 +85,21 @@ def _fused(in_torch: Callable[Concatenate[Tensor, P], T]) -> Callable[Concatenat
 
     @wraps(in_torch)
     def run(first: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        kernels = None if name in _FAILED else _kernels(first.device)
+        place = (first.device.type, name)
+        kernels = None if place in _FAILED else _kernels(first.device)
         if kernels is None:
             return in_torch(first, *args, **kwargs)
         try:
             done: T = getattr(kernels, name)(first, *args, **kwargs)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, LiftFailed):
             raise
         except Exception as error:  # an older Triton, no C compiler: nothing has been written
             # If the fault is the caller's, or the device's, torch will say so.
             done = in_torch(first, *args, **kwargs)
             if first.is_cuda and torch.cuda.is_current_stream_capturing():  # the kernel is not at fault
                 return done
-            _FAILED.add(name)
-            log(f"{name} runs on torch's operations, because its kernel cannot be used: {error}", logger=__name__)
+            _FAILED.add(place)
+            log(f"{name} on {first.device.type} runs on torch's operations: its kernel fails, {error}", logger=__name__)
         return done
 
     return run

@@ -2,9 +2,14 @@
 //
 // Compiled without fused multiply-adds: a product and a sum round twice, as in torch. No function throws or allocates.
 
+#include <omp.h>
+
+#include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <thread>
 
 #if !defined(__x86_64__) || !defined(__GNUC__) || defined(__clang__)
 #define VECTORIZED
@@ -20,7 +25,7 @@
 
 namespace {
 
-// Elements that a thread works on at a time.
+// Elements that a thread works on at a time, and takes when it has done others: not all cores get on equally fast.
 constexpr int64_t BLOCK = 1 << 14;
 
 struct Half { uint16_t bits; };
@@ -111,19 +116,87 @@ VECTORIZED double squares(const float* x, int64_t count) {
 }
 
 template <class F> void in_blocks(int64_t count, F each) {
-    #pragma omp parallel for schedule(static) if (count > 2 * BLOCK)
+    #pragma omp parallel for schedule(dynamic) if (count > 2 * BLOCK)
     for (int64_t start = 0; start < count; start += BLOCK) each(start, count - start < BLOCK ? count - start : BLOCK);
 }
 
-template <class T> void advance_all(float* g, T* m, float* u, int64_t count, float momentum, float rest, bool near,
-                                    bool nesterov) {
-    in_blocks(count, [=](int64_t i, int64_t n) {
-        if (u == g) advance(g + i, m + i, n, momentum, rest, near, nesterov);
-        else advance_into(g + i, m + i, n, momentum, rest, near, nesterov, u + i);
+// See lift.py.
+struct Lift {
+    char* slots;
+    int64_t bytes, count;
+    void** events;
+    int (*copy)(void* to, const void* from, size_t bytes, void* stream);
+    int (*record)(void* event, void* stream);
+    int (*query)(void* event);
+    void* stream;
+    int64_t slot;
+};
+constexpr int64_t MOST_SLOTS = 16;
+constexpr int NOT_READY = 600;  // CUDA's
+
+// Let `write` fill slots with what goes to `goal`, on all threads. None waits for the others, but for a slot to be free.
+// The calling thread, whose device it is, queues the copies.
+template <class T, class F> int lift_up(Lift& lift, T* goal, int64_t count, F write) {
+    const int64_t most = lift.bytes / sizeof(T), block = std::min(most, BLOCK), of_piece = (most + block - 1) / block;
+    const int64_t pieces = (count + most - 1) / most;
+    auto size = [=](int64_t piece) { return std::min(most, count - piece * most); };
+    auto parts = [=](int64_t piece) { return (size(piece) + block - 1) / block; };
+    const int64_t blocks = pieces ? (pieces - 1) * of_piece + parts(pieces - 1) : 0;
+    std::atomic<int64_t> next{0}, opened{0}, written[MOST_SLOTS] = {};
+    std::atomic<int> error{0};
+    auto slot = [&](int64_t piece) { return (lift.slot + piece) % lift.count; };
+    auto memory = [&](int64_t piece) { return reinterpret_cast<T*>(lift.slots + slot(piece) * lift.bytes); };
+    auto write_block = [&](int64_t number) {
+        int64_t piece = number / of_piece, start = number % of_piece * block;
+        write(piece * most + start, std::min(block, size(piece) - start), memory(piece) + start);
+        written[slot(piece)].fetch_add(1, std::memory_order_release);
+    };
+    auto send = [&](int64_t piece) {
+        const size_t bytes = size(piece) * sizeof(T);
+        written[slot(piece)] = 0;
+        if (lift.copy == nullptr) return std::memcpy(goal + piece * most, memory(piece), bytes), 0;
+        int failed = lift.copy(goal + piece * most, memory(piece), bytes, lift.stream);
+        return failed ? failed : lift.record(lift.events[slot(piece)], lift.stream);
+    };
+    #pragma omp parallel if (count > 2 * BLOCK)
+    if (omp_get_thread_num() != 0) {
+        for (int64_t number; (number = next++) < blocks && !error;) {
+            while (opened.load(std::memory_order_acquire) <= number / of_piece && !error) std::this_thread::yield();
+            if (!error) write_block(number);
+        }
+    } else {
+        for (int64_t sent = 0, open = 0; sent < pieces && !error;) {
+            if (open < std::min(pieces, sent + lift.count)) {
+                int state = lift.query ? lift.query(lift.events[slot(open)]) : 0;
+                if (state == 0) opened.store(++open, std::memory_order_release);
+                else if (state != NOT_READY) error = state;
+            }
+            int64_t number = next;
+            if (sent < open && written[slot(sent)].load(std::memory_order_acquire) == parts(sent)) error = send(sent++);
+            else if (number >= std::min(open * of_piece, blocks)) std::this_thread::yield();
+            else if (next.compare_exchange_strong(number, number + 1)) write_block(number);
+        }
+    }
+    lift.slot = slot(pieces);
+    return error;
+}
+
+// `write` writes to `goal` on all threads, through the lift if there is one.
+template <class T, class F> int write_to(Lift* lift, T* goal, int64_t count, F write) {
+    if (lift) return lift_up(*lift, goal, count, write);
+    in_blocks(count, [=](int64_t i, int64_t n) { write(i, n, goal + i); });
+    return 0;
+}
+
+template <class T> int advance_all(float* g, T* m, float* u, Lift* lift, int64_t count, float momentum, float rest,
+                                   bool near, bool nesterov) {
+    return write_to(lift, u, count, [=](int64_t i, int64_t n, float* to) {
+        if (to == g + i) advance(g + i, m + i, n, momentum, rest, near, nesterov);
+        else advance_into(g + i, m + i, n, momentum, rest, near, nesterov, to);
     });
 }
 
-// dtype: 0 for fp32, 1 for fp16, 2 for bf16; of `rounded` also -1 for nothing.
+// dtype: 0 for fp32, 1 for fp16, 2 for bf16, and -1 for nothing.
 template <class F> void with_type(int dtype, void* memory, F run) {
     if (dtype == 0) run(static_cast<float*>(memory));
     if (dtype == 1) run(static_cast<Half*>(memory));
@@ -134,18 +207,27 @@ template <class F> void with_type(int dtype, void* memory, F run) {
 
 extern "C" {
 
-void ds_muon_advance(float* g, void* m, float* u, int bf16, int64_t count, float momentum, float rest, int near,
-                     int nesterov) {
-    if (bf16) advance_all(g, static_cast<BFloat16*>(m), u, count, momentum, rest, near, nesterov);
-    else advance_all(g, static_cast<float*>(m), u, count, momentum, rest, near, nesterov);
+// These two return what a function of `lift` has returned, other than 0.
+int ds_muon_advance(float* g, void* m, float* u, Lift* lift, int bf16, int64_t count, float momentum, float rest, int near,
+                    int nesterov) {
+    if (bf16) return advance_all(g, static_cast<BFloat16*>(m), u, lift, count, momentum, rest, near, nesterov);
+    return advance_all(g, static_cast<float*>(m), u, lift, count, momentum, rest, near, nesterov);
 }
 
-void ds_muon_apply(float* w, void* o, int dtype, void* rounded, int rounded_dtype, int64_t count, float scale, float lr,
-                   float keep) {
-    in_blocks(count, [=](int64_t i, int64_t n) {
+int ds_muon_apply(float* w, void* o, int dtype, void* rounded, Lift* lift, int rounded_dtype, int64_t count, float scale,
+                  float lr, float keep) {
+    auto move = [=](int64_t i, int64_t n) {
         with_type(dtype, o, [=](auto* typed) { apply(w + i, typed + i, n, scale, lr, keep); });
-        with_type(rounded_dtype, rounded, [=](auto* typed) { round_to(w + i, typed + i, n); });
+    };
+    if (rounded_dtype < 0) in_blocks(count, move);
+    int error = 0;
+    with_type(rounded_dtype, rounded, [=, &error](auto* goal) {
+        error = write_to(lift, goal, count, [=](int64_t i, int64_t n, auto* to) {
+            move(i, n);
+            round_to(w + i, to, n);
+        });
     });
+    return error;
 }
 
 // keep: of the weights, after decay; rest1, rest2: 1 - beta1, 1 - beta2; root: of the second bias correction; rate: the
@@ -158,7 +240,7 @@ void ds_muon_adamw(float* w, const float* g, float* m, float* v, int64_t count, 
 
 // The sums of squares of x[starts[i]] to before x[starts[i + 1]].
 void ds_muon_squares(const float* x, const int64_t* starts, int64_t count, double* sums) {
-    #pragma omp parallel for schedule(static) if (count > 2)
+    #pragma omp parallel for schedule(dynamic) if (count > 2)
     for (int64_t i = 0; i < count; ++i) sums[i] = squares(x + starts[i], starts[i + 1] - starts[i]);
 }
 

@@ -23,16 +23,18 @@ from torch.utils import cpp_extension
 from ds_muon.files import writing
 from ds_muon.layout import Piece
 from ds_muon.passes import torch_passes
+from ds_muon.passes.lift import Goal, Lift, LiftFailed
 from ds_muon.passes.segments import SPAN, Segments, Where
 from ds_muon.passes.torch_passes import of_matrices, store_updates, sums_across
 
-__all__ = ["adamw_", "advance_momentum_", "apply_update_", "store_updates", "sum_of_squares"]
+__all__ = ["adamw_", "advance_momentum_", "apply_update_", "round_to", "store_updates", "sum_of_squares"]
 
 # No fused multiply-adds. Vectors as long as the machine has them are chosen when the library is loaded.
 _FLAGS = ["-O3", "-std=c++2a", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 _int, _long, _float, _address = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+_lift = ctypes.POINTER(Lift)
 
 
 def _built() -> ctypes.CDLL:
@@ -70,14 +72,14 @@ def _compiled() -> ctypes.CDLL:
     """The library, with the types of its functions."""
     library = _built()
     for name, types in {
-        "advance": [_address, _address, _address, _int, _long, _float, _float, _int, _int],
-        "apply": [_address, _address, _int, _address, _int, _long, _float, _float, _float],
+        "advance": [_address, _address, _address, _lift, _int, _long, _float, _float, _int, _int],
+        "apply": [_address, _address, _int, _address, _lift, _int, _long, _float, _float, _float],
         "adamw": [*[_address] * 4, _long, *[_float] * 7],
         "squares": [_address, _address, _long, _address],
         "sums": [_address, _address, _long, _address],
     }.items():
         function = getattr(library, f"ds_muon_{name}")
-        function.argtypes, function.restype = types, None
+        function.argtypes, function.restype = types, _int if name in ("advance", "apply") else None
     return library
 
 
@@ -91,23 +93,26 @@ def advance_momentum_(
     momentum: float,
     nesterov: bool,
     where: Tensor | Where | None = None,
-    into: Tensor | None = None,
+    into: Tensor | Goal | None = None,
 ) -> None:
-    """See ``torch_passes.advance_momentum_``."""
+    """See ``torch_passes.advance_momentum_``. U may also go up to a ``Goal``."""
     g, m = _flat(gradient), _flat(momentum_buffer, torch.float32, torch.bfloat16)
-    u = g if into is None else _flat(into)
+    u, lift = _to(g if into is None else into, torch.float32)
     runs = _runs(where, g, m, u)
     if runs is None:
-        torch_passes.advance_momentum_(
-            gradient, momentum_buffer, momentum=momentum, nesterov=nesterov, where=where, into=into
-        )
+        made = u if lift is None else torch.empty_like(g)
+        torch_passes.advance_momentum_(g, m, momentum=momentum, nesterov=nesterov, where=where, into=made)
+        if made is not u:
+            u.copy_(made)
         return
     for start, end, moves in runs:
         if moves:
-            _LIBRARY.ds_muon_advance(
-                *_from(start, g, m, u), int(m.dtype == torch.bfloat16), end - start,
+            of_g, of_m, of_u = _from(start, g, m, u)
+            failed = _LIBRARY.ds_muon_advance(
+                of_g, of_m, of_u, lift, int(m.dtype == torch.bfloat16), end - start,
                 momentum, 1 - momentum, int(momentum < 0.5), int(nesterov),
             )  # fmt: skip
+            _check(failed)
         else:
             u[start:end].zero_()
 
@@ -120,26 +125,30 @@ def apply_update_(
     weight_decay: float,
     where: Where | None = None,
     scale: float = 1.0,
-    rounded: Tensor | None = None,
+    rounded: Tensor | Goal | None = None,
 ) -> None:
-    """See ``torch_passes.apply_update_``. The update stays as it is."""
+    """See ``torch_passes.apply_update_``. The update stays as it is. Rounded weights may also go up to a ``Goal``."""
     w, u = _flat(weight), _flat(update, *_DTYPES)
-    r = w if rounded is None else _flat(rounded, *_DTYPES)
+    r, lift = _to(w if rounded is None else rounded, *_DTYPES)
+    to = -1 if rounded is None else _DTYPES[r.dtype]
     runs = _runs(where, w, u, r)
     if runs is None:
-        torch_passes.apply_update_(
-            weight, update, lr=lr, weight_decay=weight_decay, where=where, scale=scale, rounded=rounded
-        )
-        return
+        torch_passes.apply_update_(weight, update, lr=lr, weight_decay=weight_decay, where=where, scale=scale)
+        runs = [(0, w.numel(), False)]
     for start, end, moves in runs:
-        if moves:
-            of_w, of_u, of_r = _from(start, w, u, r)
-            _LIBRARY.ds_muon_apply(
-                of_w, of_u, _DTYPES[u.dtype], of_r, -1 if rounded is None else _DTYPES[r.dtype], end - start,
-                scale, lr, 1 - lr * weight_decay,
-            )  # fmt: skip
-        elif rounded is not None:
-            r[start:end].copy_(w[start:end])
+        of_w, of_u, of_r = _from(start, w, u, r)
+        failed = _LIBRARY.ds_muon_apply(
+            of_w, of_u, _DTYPES[u.dtype] if moves else -1, of_r, lift, to, end - start, scale, lr, 1 - lr * weight_decay
+        )
+        _check(failed)
+
+
+def round_to(weight: Tensor, rounded: Goal) -> None:
+    """Let weights, fp32 and contiguous, go up in the dtype of the goal."""
+    w, r = _flat(weight), rounded.tensor
+    _runs(None, w, r)
+    of_w, of_r = _from(0, w, r)
+    _check(_LIBRARY.ds_muon_apply(of_w, of_w, -1, of_r, rounded.lift, _DTYPES[r.dtype], w.numel(), 1.0, 0.0, 1.0))
 
 
 def adamw_(
@@ -210,6 +219,18 @@ def _flat(tensor: Tensor, *dtypes: torch.dtype) -> Tensor:
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.dtype not in (dtypes or (torch.float32,)):
         raise ValueError(f"the loops need contiguous tensors on the host, in fp32, not {tensor.dtype}")
     return tensor.detach().view(-1)
+
+
+def _to(goal: Tensor | Goal, *dtypes: torch.dtype) -> tuple[Tensor, Lift | None]:
+    """A flat view of what is written to, and the way there, if there is one."""
+    if isinstance(goal, Goal):
+        return goal.tensor, goal.lift
+    return _flat(goal, *dtypes), None
+
+
+def _check(error: int) -> None:
+    if error:
+        raise LiftFailed(f"a copy to the accelerator fails: CUDA error {error}")
 
 
 def _from(start: int, *tensors: Tensor) -> list[int]:

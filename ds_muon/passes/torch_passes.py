@@ -15,6 +15,10 @@ _CHUNK = 1 << 24
 # The same on a CPU, whose caches then hold what the operations of a pass hand on.
 _CHUNK_OF_CPU = 1 << 20
 
+LARGEST_IN_LIST = 2**30
+"""Most elements of a tensor in torch's operations on lists (``_foreach_*``, fused AdamW). Before torch 2.8 these count
+in 32 bits, and silently go wrong above."""
+
 
 def chunk_on(device: torch.device) -> int:
     """Elements that a pass works on at a time."""

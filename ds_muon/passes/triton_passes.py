@@ -31,8 +31,9 @@ def advance_momentum_(
     momentum: float,
     nesterov: bool,
     where: Tensor | Where | None = None,
+    into: None = None,
 ) -> None:
-    """See ``torch_passes.advance_momentum_``, without what it has for the host alone."""
+    """See ``torch_passes.advance_momentum_``. ``into`` is for the host alone."""
     numel = _elements(gradient, momentum_buffer)
     if numel:
         with on(gradient.device):
@@ -68,9 +69,18 @@ def store_updates(
 
 
 def apply_update_(
-    weight: Tensor, update: Tensor, *, lr: float, weight_decay: float, where: Where | None = None
+    weight: Tensor,
+    update: Tensor,
+    *,
+    lr: float,
+    weight_decay: float,
+    where: Where | None = None,
+    scale: float = 1.0,
+    rounded: None = None,
 ) -> None:
-    """See ``torch_passes.apply_update_``, without what it has for the host alone."""
+    """See ``torch_passes.apply_update_``. A scale and ``rounded`` are for the host alone."""
+    if scale != 1.0 or rounded is not None:
+        raise ValueError(f"the kernels apply updates as they are, not times {scale:g}, and round no weights")
     numel = _elements(weight, update)
     decays = bool(weight_decay != 0)
     if numel:

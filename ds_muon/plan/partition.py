@@ -10,57 +10,21 @@ head. Nothing here communicates, so a plan can be made, printed and tested for a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
 
 from ds_muon.layout import Layout, Piece, out_and_in, whole
-from ds_muon.plan.owners import RATES, Rates, Work, choose_owners
-
-# ZeRO pads a partition to a multiple of this many elements, so that every partition starts on a 4-byte boundary.
-_ELEMENTS_PER_RANK = 2
-# ZeRO's ``parameter_alignment`` starts every parameter on a boundary of this many bytes.
-_ALIGNMENT_BYTES = 16
+from ds_muon.plan.owners import Work, choose_owners
+from ds_muon.plan.rates import RATES, Rates
+from ds_muon.plan.zero_layout import FlatLayout, Slice, cut
 
 ELEMENT_BYTES = 6
 """Bytes per element that travels, both ways together: U goes out in fp32, O comes back in half precision."""
 
 _OUT_IN: Mapping[str, Layout] = MappingProxyType({})
 _WHOLE: Mapping[str, tuple[Piece, ...]] = MappingProxyType({})
-
-
-@dataclass(frozen=True)
-class FlatLayout:
-    """Where ZeRO puts the parameters of one group.
-
-    Attributes:
-        order: position in the flat buffer -> index of the parameter in the group.
-        offsets: first element of each parameter, by position in the flat buffer.
-        partition_size: elements per rank, padding included.
-    """
-
-    order: tuple[int, ...]
-    offsets: tuple[int, ...]
-    partition_size: int
-
-
-@dataclass(frozen=True)
-class Slice:
-    """The elements of a matrix that one rank holds.
-
-    Attributes:
-        rank: the holder.
-        start: first element, counted in the flattened matrix.
-        numel: number of elements, at least 1.
-        offset: first element, counted in the holder's partition.
-    """
-
-    rank: int
-    start: int
-    numel: int
-    offset: int
 
 
 @dataclass(frozen=True)
@@ -122,8 +86,8 @@ class Unit:
         return self.holders != (self.owner,)
 
     @property
-    def moved(self) -> bool:
-        """Whether the owner holds nothing of the matrix."""
+    def given_away(self) -> bool:
+        """Whether the owner holds nothing of it."""
         return self.owner not in self.holders
 
     @property
@@ -160,20 +124,20 @@ class GroupPlan:
 
     def outgoing(self, rank: int) -> tuple[tuple[tuple[Unit, Slice], ...], ...]:
         """For each owner, the slices that ``rank`` sends it. None to itself."""
-        return self._routes((u.owner, u, s) for u, s in self._moving() if s.rank == rank)
+        return self._by_peer((u.owner, u, s) for u, s in self._travelling() if s.rank == rank)
 
     def incoming(self, rank: int) -> tuple[tuple[tuple[Unit, Slice], ...], ...]:
         """For each holder, the slices that it sends to ``rank``, in packing order."""
-        return self._routes((s.rank, u, s) for u, s in self._moving() if u.owner == rank)
+        return self._by_peer((s.rank, u, s) for u, s in self._travelling() if u.owner == rank)
 
-    def _moving(self) -> Iterator[tuple[Unit, Slice]]:
+    def _travelling(self) -> Iterator[tuple[Unit, Slice]]:
         return ((u, s) for u in self.units for s in u.slices if s.rank != u.owner)
 
-    def _routes(self, moves: Iterable[tuple[int, Unit, Slice]]) -> tuple[tuple[tuple[Unit, Slice], ...], ...]:
-        routes: list[list[tuple[Unit, Slice]]] = [[] for _ in range(self.world_size)]
-        for peer, unit, held in moves:
-            routes[peer].append((unit, held))
-        return tuple(map(tuple, routes))
+    def _by_peer(self, slices: Iterable[tuple[int, Unit, Slice]]) -> tuple[tuple[tuple[Unit, Slice], ...], ...]:
+        found: list[list[tuple[Unit, Slice]]] = [[] for _ in range(self.world_size)]
+        for peer, unit, held in slices:
+            found[peer].append((unit, held))
+        return tuple(map(tuple, found))
 
 
 @dataclass(frozen=True)
@@ -236,59 +200,12 @@ class Plan:
     def summary(self) -> str:
         """One line for a log: matrices, straddling ones, elements moved, balance."""
         straddling = sum(len(group.straddlers) for group in self.groups)
-        moved = sum(unit.moved for unit in self.units)
+        given_away = sum(unit.given_away for unit in self.units)
         return (
             f"{len(self.matrices)} matrices on {len(self.loads)} ranks, {straddling} straddle a partition boundary, "
-            f"{moved} move to a rank that holds nothing of them ({self.moved_elements():,} elements exchanged each "
-            f"way), most loaded rank {self.balance:.2f} times the mean"
+            f"{given_away} move to a rank that holds nothing of them ({self.moved_elements():,} elements exchanged "
+            f"each way), most loaded rank {self.balance:.2f} times the mean"
         )
-
-
-def flat_layout(
-    numels: Sequence[int],
-    world_size: int,
-    *,
-    element_size: int = 4,
-    parameter_alignment: bool = False,
-    round_robin: bool = False,
-) -> FlatLayout:
-    """ZeRO's own layout of one param group.
-
-    Args:
-        numels: elements of each parameter, in the group's order; all positive.
-        world_size: ranks that share the group.
-        element_size: bytes per element of the model's dtype; has an effect with ``parameter_alignment`` only.
-        parameter_alignment: ``zero_optimization.parameter_alignment``.
-        round_robin: ``zero_optimization.round_robin_gradients``: deal the parameters to the ranks like cards.
-    """
-    dealt = [range(first, len(numels), world_size) for first in range(world_size if round_robin else 1)]
-    order = tuple(index for hand in dealt for index in hand) if round_robin else tuple(range(len(numels)))
-    boundary = start_multiple(element_size, parameter_alignment)
-    offsets = []
-    end = 0
-    for index in order:
-        start = -(-end // boundary) * boundary
-        offsets.append(start)
-        end = start + numels[index]
-    multiple = _ELEMENTS_PER_RANK * world_size
-    return FlatLayout(order, tuple(offsets), -(-end // multiple) * multiple // world_size)
-
-
-def start_multiple(element_size: int, parameter_alignment: bool) -> int:
-    """Every parameter starts at a multiple of this many elements. Arguments as for ``flat_layout``."""
-    return _ALIGNMENT_BYTES // math.gcd(_ALIGNMENT_BYTES, element_size) if parameter_alignment else 1
-
-
-def cut(offset: int, numel: int, partition_size: int) -> tuple[Slice, ...]:
-    """The slices of a parameter that starts at ``offset`` of the flat buffer, in order of rank."""
-    slices = []
-    start = 0
-    while start < numel:
-        rank, inside = divmod(offset + start, partition_size)
-        taken = min(numel - start, partition_size - inside)
-        slices.append(Slice(rank, start, taken, inside))
-        start += taken
-    return tuple(slices)
 
 
 def make_plan(

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 import deepspeed
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
 from ds_muon.config import DSMuonConfigError
 from ds_muon.extras import how_to_install
@@ -66,6 +67,7 @@ def _run_rank(options: argparse.Namespace) -> int:
     task = check_options(options)
     # Under mpirun, DeepSpeed takes the port from here, and everything else from MPI.
     deepspeed.init_distributed(distributed_port=int(os.environ.get("MASTER_PORT", "29500")))
+    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))  # collectives before the first engine need it
     if options.world_size not in (None, dist.get_world_size()):
         raise CannotVerify(
             f"--world-size is {options.world_size}, but {dist.get_world_size()} ranks were started: leave it out"

@@ -6,9 +6,9 @@ or its memory, that computes wrongly without an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -20,6 +20,9 @@ from ds_muon.orthogonalize import orthogonalize_batch
 from ds_muon.plan.partition import Matrix
 from ds_muon.refusals import DSMuonRefusal
 from ds_muon.say import log, printable
+
+T = TypeVar("T")
+P = TypeVar("P")
 
 
 class SilentCorruption(RuntimeError):
@@ -53,11 +56,12 @@ class Canary:
         original = group.orthogonalize
 
         def keeping(batch: Sequence[tuple[Matrix, Tensor]]) -> Tensor:
-            before = [u.clone() for matrix, u in batch if matrix.name == name]
+            place = next((i for i, (matrix, _) in enumerate(batch) if matrix.name == name), None)
+            before = None if place is None else _tried(name, _copy, batch[place][1])
             outputs: Tensor = original(batch)
-            for (matrix, _), output in zip(batch, outputs, strict=True):
-                if matrix.name == name:
-                    self._kept = before[0], output.clone(memory_format=torch.contiguous_format)
+            after = None if place is None else _tried(name, _copy, outputs[place])
+            if before is not None and after is not None:
+                self._kept = before, after
             return outputs
 
         with mock.patch.object(group, "orthogonalize", keeping):
@@ -72,26 +76,34 @@ class Canary:
         zero, (_, unit, matrix) = self._zero, self._find(name)
         group, world_size = zero.dp_process_group, dist.get_world_size(zero.dp_process_group)
         rank, other = dist.get_rank(group), (unit.owner + 1 + turn % max(1, world_size - 1)) % world_size
-        u, o = self._kept or (
-            torch.empty(matrix.rows, matrix.cols, dtype=dtype, device=zero.accelerator)
-            for dtype in (torch.float32, zero.newton_schulz.dtype)
-        )
-        self._kept = None
-        for tensor in (u, o):
+        kept, self._kept = self._kept, None
+        if kept is None and rank != unit.owner:
+            kept = _tried(name, self._room, matrix)
+        if not all(gather(kept is not None, group)):
+            return
+        assert kept is not None
+        for tensor in kept:
             dist.broadcast(tensor, dist.get_global_rank(group, unit.owner), group=group)
-        differ = 0
-        if rank == other:
-            try:
-                again = orthogonalize_batch([u], zero.newton_schulz)[0].contiguous()
-                differ = int((again.view(torch.uint8) != o.view(torch.uint8)).sum())
-            except Exception as error:  # for want of memory, say; the others are in the next collective
-                log(f"verify_bits: {printable(name)} could not be compared: {error!r}")
+        differ = (_tried(name, self._differing_bytes, kept) or 0) if rank == other else 0
         if differ := gather(differ, group)[other]:
             raise SilentCorruption(
                 f"verify_bits: of the same U of {printable(name)} ({matrix.rows} x {matrix.cols}), rank {other} makes "
-                f"another result than its owner, rank {unit.owner}: {differ} of {o.nbytes} bytes differ. One of them "
-                "computes wrongly: test both devices. The step has been applied: load a checkpoint from before it"
+                f"another result than its owner, rank {unit.owner}: {differ} of {kept[1].nbytes} bytes differ. One of "
+                "them computes wrongly: test both devices. The step has been applied: load a checkpoint from before it"
             )
+
+    def _differing_bytes(self, kept: tuple[Tensor, Tensor]) -> int:
+        u, o = kept
+        again = orthogonalize_batch([u], self._zero.newton_schulz)[0].contiguous()
+        return int((again.view(torch.uint8) != o.view(torch.uint8)).sum())
+
+    def _room(self, matrix: Matrix) -> tuple[Tensor, Tensor]:
+        """For U and O of a matrix."""
+        u, o = (
+            torch.empty(matrix.rows, matrix.cols, dtype=dtype, device=self._zero.accelerator)
+            for dtype in (torch.float32, self._zero.newton_schulz.dtype)
+        )
+        return u, o
 
     def _find(self, name: str) -> tuple[int, Any, Matrix]:
         """The group, the unit and the matrix of this name."""
@@ -102,3 +114,16 @@ class Canary:
             for matrix in unit.matrices
             if matrix.name == name
         )
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _tried(name: str, make: Callable[[P], T], of: P) -> T | None:
+    """What the comparison of a matrix needs; None, and a line that says so, where it cannot be had."""
+    try:
+        return make(of)
+    except Exception as error:  # for want of memory, say: the step needs no such thing, and other ranks may wait
+        log(f"verify_bits: {printable(name)} could not be compared: {error!r}")
+        return None

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ds_muon.verify import tolerances
 from ds_muon.verify.diagnose import Evidence, diagnose
-from ds_muon.verify.engine_view import ROW_VARIANCE, CannotVerify, EngineView, Placed, ratio
+from ds_muon.verify.engine_view import ROW_VARIANCE, CannotVerify, EngineView, Look, Placed, ratio
 from ds_muon.verify.record import Comparison, UpdateRecord
 from ds_muon.verify.reference import AdamWReference, Group, MuonReference, SameDtypeAdamW, SameDtypeMuon
 
@@ -39,6 +39,7 @@ class _Watched:
     Attributes:
         placed: what it is, and where it lies.
         total, magnitude, count: of what autograd gave it on this rank since the last step.
+        error: why something of that is missing.
         fp64, same_dtype: the references, which start from the engine's state.
         after: its fp32 weight after the checked step before; None in the first one.
         moved: whether the weight is another than that.
@@ -54,6 +55,7 @@ class _Watched:
     total: Tensor
     magnitude: Tensor
     count: int = 0
+    error: Exception | None = None
     after: Tensor | None = None
     moved: bool = False
     fp64: MuonReference | AdamWReference = field(init=False)
@@ -67,12 +69,16 @@ class _Watched:
     state_after: dict[str, Tensor | None] = field(init=False)
 
     def add(self, gradient: Tensor) -> None:
-        gradient = self.placed.of(gradient)
-        self.total += gradient
-        self.magnitude += gradient.abs()
-        self.count += 1
+        try:
+            gradient = self.placed.of(gradient)
+            self.total += gradient
+            self.magnitude += gradient.abs()
+            self.count += 1
+        except Exception as error:  # in a backward pass, of which other ranks wait for the gradients
+            self.error = error
 
     def clear(self) -> None:
+        self.error = None
         self.total.zero_()
         self.magnitude.zero_()
         self.count = 0
@@ -154,7 +160,7 @@ class StepComparison:
             if watched.placed.param.requires_grad  # one that was frozen since has no gradient
         ]
         if only is None:
-            self._start()
+            self._start(self.view.complete(self.view.look()))
         self._groups: list[Group] = []
         # By which AdamW's gradients are clipped: the averages made here, and the engine's own.
         self._clip = 1.0, 1.0
@@ -171,33 +177,58 @@ class StepComparison:
         for watched in self._watched:
             watched.clear()
 
-    def before_step(self) -> None:
-        """Average the raw gradients of all ranks; remember weights and settings. Once ZeRO has reduced them all."""
+    def look(self, *, before: bool) -> Look:
+        """What this rank has of a step, before it or after. No collective.
+
+        Raises:
+            Exception: it cannot be had, or a gradient could not be added to the others.
+        """
+        for watched in self._watched:
+            if watched.error is not None:
+                raise watched.error
+        return self.view.look(gradients=before)
+
+    def before_step(self, seen: Look | None = None) -> None:
+        """Average the raw gradients of all ranks; remember weights and settings. Once ZeRO has reduced them all.
+
+        A collective, which comes first, and takes no memory if one matrix is checked.
+
+        Args:
+            seen: by ``look``; by default it is called.
+        """
         view, all_watched = self.view, self._watched
+        seen = self.look(before=True) if seen is None else seen
+        view.complete(seen)
+        view.sum_over_ranks([watched.total for watched in all_watched])
+        view.sum_over_ranks([watched.magnitude for watched in all_watched])
         self._groups = view.groups()
         if self._only is not None:
-            self._start()
-        totals = view.sum_over_ranks([watched.total for watched in all_watched])
-        magnitudes = view.sum_over_ranks([watched.magnitude for watched in all_watched])
-        of_engine = view.averaged_gradients(), view.weights(), view.states()
-        for watched, total, magnitude, *known in zip(all_watched, totals, magnitudes, *of_engine, strict=True):
-            watched.engine_gradient, watched.weight, watched.state = known
+            self._start(seen)
+        for watched, gradient, weight, state in zip(
+            all_watched, seen.gradients, seen.weights, seen.states, strict=True
+        ):
+            watched.engine_gradient, watched.weight, watched.state = gradient, weight, state
             # Of a step that was skipped as well, nothing may be left.
             watched.moved = watched.after is not None and not torch.equal(watched.weight, watched.after)
-            self._average(watched, total.double() / view.divisor, magnitude.double() / view.divisor)
+            self._average(watched, watched.total.double() / view.divisor, watched.magnitude.double() / view.divisor)
             watched.clear()
         self._clip = self._adamw_clip()
 
-    def after_step(self) -> list[UpdateRecord]:
-        """One record per parameter; empty if the step was skipped."""
+    def after_step(self, seen: Look | None = None) -> list[UpdateRecord]:
+        """One record per parameter; empty if the step was skipped. A collective.
+
+        Args:
+            seen: by ``look``; by default it is called.
+        """
         view = self.view
         if view.zero.overflow:
             if self._only is None and view.skipped_for_an_update:
-                self._start()
+                self._start(view.complete(view.look()))
             return []
         self._steps += 1
-        weights = view.weights()
-        stale, states = view.stale_ranks(weights), view.states()
+        seen = view.complete(self.look(before=False) if seen is None else seen)
+        weights, states = seen.weights, seen.states
+        stale = view.stale_ranks(weights)
         for watched, weight, state in zip(self._watched, weights, states, strict=True):
             watched.after, watched.state_after = weight, state
         return [
@@ -208,12 +239,13 @@ class StepComparison:
 
     # ---- before the step ----------------------------------------------------------------------------------------
 
-    def _start(self) -> None:
+    def _start(self, seen: Look) -> None:
         """Take the references from the engine's state; what cannot be read of it is that of a first step."""
         rule = self.view.rule
-        for watched, found in zip(self._watched, self.view.states(), strict=True):
+        for watched, found in zip(self._watched, seen.states, strict=True):
             placed = watched.placed
-            state = {key: _zeros(placed, torch.float32) if t is None else t for key, t in found.items()}
+            # The reference advances its own.
+            state = {key: _zeros(placed, torch.float32) if t is None else t.clone() for key, t in found.items()}
             doubles = {key: tensor.double() for key, tensor in state.items()}
             if placed.use_muon:
                 momentum, variance = doubles["momentum_buffer"], doubles.get(ROW_VARIANCE)

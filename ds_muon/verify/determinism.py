@@ -117,7 +117,8 @@ def _trained(name: str, config: dict[str, Any], task: Task, folder: str | None) 
         engine.step()
     view = EngineView(engine.optimizer, engine.module)
     digests: tuple[dict[str, str], dict[str, str]] = {}, {}
-    for placed, weight, state in zip(view.placed, view.weights(), view.states(), strict=True):
+    seen = view.complete(view.look())
+    for placed, weight, state in zip(view.placed, seen.weights, seen.states, strict=True):
         content = {"weight": weight, **state}
         bits = [
             value.cpu().contiguous().view(torch.uint8).numpy().tobytes()

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_muon.agree import gather
+from ds_muon.agree import gather, raise_together
 from ds_muon.dtypes import DTYPES
 from ds_muon.layout import Layout, Piece
 
@@ -97,6 +97,22 @@ class MuonRule:
     momentum_dtype: torch.dtype
     ns_backend: str = "torch"
     beta2: float | None = None
+
+
+@dataclass(frozen=True)
+class Look:
+    """What is looked at, for each of ``EngineView.placed``, in fp32: all of it, or this rank's part with zeros.
+
+    Attributes:
+        gradients: what ZeRO's reduction left of them, unscaled once it is whole. None where DeepSpeed's Muon has
+            overwritten it with its update. Empty if they were not asked for.
+        weights: the fp32 weights.
+        states: momentum or moments by their keys; None where they cannot be read.
+    """
+
+    gradients: list[Tensor | None]
+    weights: list[Tensor]
+    states: list[dict[str, Tensor | None]]
 
 
 class EngineView:
@@ -222,23 +238,39 @@ class EngineView:
             for rank in range(start // size, (end - 1) // size + 1)
         )
 
-    # ---- whole tensors, from the pieces that ranks hold: collectives ----------------------------------------------
+    # ---- whole tensors, from the pieces that ranks hold -----------------------------------------------------------
 
-    def weights(self) -> list[Tensor]:
-        """The fp32 weights."""
+    def look(self, *, gradients: bool = False) -> Look:
+        """This rank's part, in memory of its own. No collective: ``complete`` makes it whole.
+
+        Args:
+            gradients: whether ZeRO has averaged gradients now, between reduction and ``step``.
+        """
         flats = self.zero.single_partition_of_fp32_groups
-        return self._whole([(placed, [flats[placed.group].detach()]) for placed in self.placed])
+        return Look(
+            [self._own_part(p, self._gradient_pieces(p.group)) if self._is_readable(p) else None for p in self.placed]
+            if gradients
+            else [],
+            [self._own_part(p, [flats[p.group].detach()]) for p in self.placed],
+            [
+                {
+                    key: self._own_part(p, [self._state_partition(p, key)]) if self._is_readable(p) else None
+                    for key in self._partition_keys(p)
+                }
+                | self._row_variance(p)
+                for p in self.placed
+            ],
+        )
 
-    def states(self) -> list[dict[str, Tensor | None]]:
-        """Momentum or moments by their keys, in fp32; None where they cannot be read."""
-        wanted = [(placed, key) for placed in self.placed for key in self._partition_keys(placed)]
-        partitions = [(p, [self._state_partition(p, key)]) for p, key in wanted if self._is_readable(p)]
-        found = iter(self._whole(partitions))
-        return [
-            {key: next(found) if self._is_readable(p) else None for key in self._partition_keys(p)}
-            | self._row_variance(p)
-            for p in self.placed
-        ]
+    def complete(self, look: Look) -> Look:
+        """Add up what the ranks have, in place: every element has one holder, and is zero elsewhere. A collective."""
+        states = [tensor for state in look.states for key, tensor in state.items() if key != ROW_VARIANCE]
+        for tensors in (look.gradients, look.weights, states):
+            self.sum_over_ranks([tensor for tensor in tensors if tensor is not None])
+        for gradient in look.gradients:
+            if gradient is not None:
+                gradient.mul_(1 / self.loss_scale)
+        return look
 
     def _partition_keys(self, placed: Placed) -> tuple[str, ...]:
         """The keys of state that is cut like the partition."""
@@ -250,14 +282,6 @@ class EngineView:
             return {}
         variance = self.zero.optimizer.row_variance(placed.group)
         return {ROW_VARIANCE: self.zero.muon_groups[placed.group].row_variance.of(variance, placed.name).clone()}
-
-    def averaged_gradients(self) -> list[Tensor | None]:
-        """What ZeRO's reduction left of the gradients, unscaled, in fp32. Between reduction and ``step`` only.
-
-        None where DeepSpeed's Muon has already overwritten it with its update.
-        """
-        found = iter(self._whole([(p, self._gradient_pieces(p.group)) for p in self.placed if self._is_readable(p)]))
-        return [next(found).mul_(1 / self.loss_scale) if self._is_readable(p) else None for p in self.placed]
 
     def _is_readable(self, placed: Placed) -> bool:
         return self.is_dsmuon or not placed.use_muon
@@ -279,31 +303,37 @@ class EngineView:
         return float(state.get("step", self.zero.param_groups[placed.group].get("step", 0)))
 
     def stale_ranks(self, weights: Sequence[Tensor]) -> list[tuple[int, ...]]:
-        """For each parameter, the ranks whose model does not hold the fp32 weight rounded to its dtype."""
-        stale = [
-            not torch.equal(placed.of(placed.param.detach()), weight.to(placed.param.dtype))
-            for placed, weight in zip(self.placed, weights, strict=True)
-        ]
+        """For each parameter, the ranks whose model does not hold the fp32 weight rounded to its dtype. A collective.
+
+        Raises:
+            Exception: a rank could not look. The others raise a ``RuntimeError`` that quotes it.
+        """
+        stale: list[bool] = []
+        error: Exception | None = None
+        try:
+            stale = [
+                not torch.equal(placed.of(placed.param.detach()), weight.to(placed.param.dtype))
+                for placed, weight in zip(self.placed, weights, strict=True)
+            ]
+        except Exception as caught:  # the other ranks are on their way to the collective
+            error = caught
+        raise_together(error, self.process_group)
         by_parameter = zip(*gather(stale, self.process_group), strict=True)
         return [tuple(rank for rank, is_stale in enumerate(flags) if is_stale) for flags in by_parameter]
 
-    def sum_over_ranks(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The sums of tensors of one dtype, in one collective."""
-        together = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        dist.all_reduce(together, group=self.process_group)
-        sums = torch.split(together, [tensor.numel() for tensor in tensors])
-        return [total.view(tensor.shape) for total, tensor in zip(sums, tensors, strict=True)]
-
-    def _whole(self, partitions: Sequence[tuple[Placed, Sequence[Tensor]]]) -> list[Tensor]:
-        """Whole fp32 matrices and tensors, each given with this rank's flat partition as pieces in order.
-
-        Every element has one holder, and is zero elsewhere.
-        """
-        if not partitions:
-            return []
-        return self.sum_over_ranks([placed.of(self._own_part(placed, pieces)) for placed, pieces in partitions])
+    def sum_over_ranks(self, tensors: Sequence[Tensor]) -> None:
+        """Replace contiguous tensors of one dtype by their sums, in one collective. One alone takes no memory."""
+        if len(tensors) == 1:
+            dist.all_reduce(tensors[0], group=self.process_group)
+        elif tensors:
+            together = torch.cat([tensor.reshape(-1) for tensor in tensors])
+            dist.all_reduce(together, group=self.process_group)
+            sums = torch.split(together, [tensor.numel() for tensor in tensors])
+            for tensor, total in zip(tensors, sums, strict=True):
+                tensor.copy_(total.view(tensor.shape))
 
     def _own_part(self, placed: Placed, pieces: Sequence[Tensor]) -> Tensor:
+        """What this rank's flat partition, given as pieces in order, has of a matrix or tensor; else zeros, in fp32."""
         part = torch.zeros(placed.param.shape, dtype=torch.float32, device=placed.param.device)
         flat = part.view(-1)
         position = self.rank * self.zero.partition_size[placed.group] - placed.offset
@@ -312,7 +342,7 @@ class EngineView:
             if start < end:
                 flat[start:end] = piece.reshape(-1)[start - position : end - position]
             position += piece.numel()
-        return part
+        return placed.of(part)
 
 
 def _layout(module: nn.Module, name: str) -> Layout:

@@ -7,6 +7,7 @@ are computed on the owner of the matrix only.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -18,12 +19,14 @@ from ds_muon.refusals import nothing_to_step_on
 from ds_muon.say import log, say
 from ds_muon.verify.canary import Canary
 from ds_muon.verify.check import StepComparison
+from ds_muon.verify.engine_view import Look
 from ds_muon.verify.record import UpdateRecord
 
 
 class TrainingCheck:
     """Checks a ``MuonZeroOptimizer`` while it trains. A wrong update raises nothing: the owner of the matrix logs it.
-    Bits that another rank cannot repeat stop the run.
+    Where a check fails by itself on a rank, as for want of memory, that rank logs it and no rank makes it. Bits that
+    another rank cannot repeat stop the run.
 
     Args:
         zero: the optimizer, whose plan names the matrices; the same on every rank.
@@ -43,53 +46,92 @@ class TrainingCheck:
         self._steps = 0
         self._checks = 0
         self._comparison: StepComparison | None = None
+        self._is_ready = False
+        """Whether this rank has all that it needs from before the step that is checked."""
         self._canary = Canary(zero) if bits else None
-        self._name = ""
         self._arm()
+
+    @property
+    def _due(self) -> bool:
+        """Whether the next step is checked: the same on every rank, whatever has failed on one."""
+        return bool(self._every) and (self._steps + 1) % self._every == 0
+
+    @property
+    def _name(self) -> str:
+        """The matrix whose turn it is."""
+        matrices = self._zero.plan.matrices
+        return str(matrices[self._checks % len(matrices)].name) if matrices else ""
 
     def _arm(self) -> None:
         """Listen to a matrix's gradients from the first micro-batch of the step that is to be checked."""
-        if self._comparison is None and self._every and (self._steps + 1) % self._every == 0:
-            matrices = self._zero.plan.matrices
-            self._name = matrices[self._checks % len(matrices)].name
-            self._comparison = StepComparison(self._zero, self._module, only=self._name)
+        if self._comparison is None and self._due:
+            with self._trying():
+                self._comparison = StepComparison(self._zero, self._module, only=self._name)
 
     @contextmanager
     def around_step(self) -> Iterator[None]:
         """Around the optimizer's step, on every rank; collective in the steps that are checked."""
-        name, canary = self._name, self._canary if self._comparison is not None else None
-        if self._comparison is not None:
-            refused = gather(nothing_to_step_on(self._zero) is not None, self._zero.dp_process_group)
-            if any(refused):
-                if not all(refused):
-                    self._comparison.forget()  # the others' gradients go with the step
-                yield  # what is refused is raised here
-                return
-            self._comparison.before_step()
+        is_due, name = self._due, self._name
+        canary = self._canary if is_due else None
+        is_checked = is_due and self._before()
         with nullcontext() if canary is None else canary.listening(name):
-            yield
+            yield  # what is refused is raised here
         if self._zero.overflow:
             return  # the same matrix again in the next step
         self._steps += 1
-        if self._comparison is not None:
-            self._finish(self._comparison)
+        if is_checked:
+            self._after()
+        if is_due:
+            self._checks += 1
+            if self._comparison is not None:
+                self._comparison.close()
+                self._comparison = None
         self._arm()
         if canary is not None:
             canary.compare(name, self._checks)
 
-    def _finish(self, comparison: StepComparison) -> None:
-        self._comparison = None
-        self._checks += 1
-        comparison.close()
-        records: list[UpdateRecord] = []
-        # After its collectives, after_step computes on the owner alone: an error there must not stop the others.
+    def _before(self) -> bool:
+        """Whether the step that begins is checked, the same on every rank. A collective."""
+        self._is_ready = False
+        seen = None if nothing_to_step_on(self._zero) else self._look(before=True)
+        with_all = self._on_all(seen is not None)
+        if self._comparison is not None:
+            with self._trying():
+                if with_all:
+                    self._comparison.before_step(seen)
+                    self._is_ready = True
+            if not self._is_ready:
+                self._comparison.forget()  # of a step that will not be, or is not checked
+        return with_all
+
+    def _after(self) -> None:
+        """Compare what the step has done. A collective."""
+        seen = self._look(before=False) if self._is_ready else None
+        if self._on_all(seen is not None) and self._comparison is not None:
+            with self._trying():
+                for record in self._comparison.after_step(seen):
+                    self.last = record
+                    self._log(record)
+
+    def _look(self, *, before: bool) -> Look | None:
+        """What this rank has of the step; None if that has failed."""
+        with self._trying():
+            if self._comparison is not None:
+                return self._comparison.look(before=before)
+        return None
+
+    def _on_all(self, here: bool) -> bool:
+        """Whether it is so on all ranks. A collective."""
+        return all(gather(here, self._zero.dp_process_group))
+
+    @contextmanager
+    def _trying(self) -> Iterator[None]:
+        """What fails inside is logged: a check must not stop a run, nor leave other ranks waiting."""
         try:
-            records = comparison.after_step()
+            yield
         except Exception as error:
-            log(f"step {self._steps}: the check of an update failed: {error!r}")
-        for record in records:
-            self.last = record
-            self._log(record)
+            traceback.clear_frames(error.__traceback__)  # it may have been for want of memory
+            log(f"after {self._steps} steps, an update of {self._name} could not be checked: {error!r}")
 
     def _log(self, record: UpdateRecord) -> None:
         update, same = record.against_fp64, record.against_same_dtype

@@ -6,6 +6,7 @@ weights, the state or the gradient, and name it.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,7 +24,8 @@ from ds_muon.layout import out_and_in
 from ds_muon.muon_group import MuonGroup, in_turns
 from ds_muon.orthogonalize import orthogonalize
 from ds_muon.passes import Where
-from ds_muon.plan.partition import GroupPlan, Matrix, Slice, Unit
+from ds_muon.plan.partition import GroupPlan, Matrix, Unit
+from ds_muon.plan.zero_layout import Slice
 from ds_muon.update import advance_row_variance, update_scale
 from ds_muon.verify import diagnose
 from ds_muon.verify.engine_view import CannotVerify
@@ -155,7 +157,7 @@ def _idle_moves(zero: Any, replace: _Replace) -> Callable[[], None]:
     def measure(original: Callable[..., Verdict], gradients: list[Tensor]) -> Verdict:
         verdict = original(gradients)
         all_move = tuple(verdict.may_move.repeat(len(moves)) for moves in verdict.moves)
-        return Verdict(verdict.squares, verdict.may_move, all_move, verdict.for_host)
+        return dataclasses.replace(verdict, moves=all_move)
 
     replace("commit", commit)
     replace("measure", measure)
@@ -395,7 +397,7 @@ def _spoil_updates(zero: Any, replace: _Replace, spoil: Callable[[MuonGroup, Gro
             partition: Tensor,
             variance: Tensor | None,
             moves: Tensor,
-            advance: None,
+            advance: None = None,
             plan: GroupPlan = plan,
             group: MuonGroup = group,
         ) -> Iterator[None]:

@@ -9,12 +9,15 @@ import math
 import os
 import re
 import statistics
+import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +30,7 @@ from ds_muon.bench.step import CANDIDATES, Measured, Parts, RankParts, Run, Task
 from ds_muon.bench.step_rank import _middle_half, bytes_together
 from ds_muon.orthogonalize import NewtonSchulz
 from ds_muon.ranks import RanksFailed, run_ranks
+from ds_muon.say import tell
 from tests.unit.support.cases import full
 from tests.unit.support.ranks import run_ranks as run_in_workers
 
@@ -53,13 +57,41 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("bench_step")
 
 
+def run_rank(arguments: list[str]) -> list[str]:
+    """``python -m ds_muon.bench.step_rank``, but for the process; and what it says it is at."""
+    said: list[str] = []
+    with (
+        mock.patch.object(sys, "argv", ["step_rank", *arguments]),
+        mock.patch.object(step_rank, "say_progress", said.append),
+        mock.patch.object(step_rank, "finish") as finish,
+    ):
+        step_rank.main()
+    finish.assert_called_once_with(0)
+    return said
+
+
+def run_by_workers(
+    module: str, arguments: Sequence[str], world_size: int, read: Callable[[Path], Run], environment: Any
+) -> Run:
+    """In place of ``ds_muon.ranks.run_ranks``, without a launch."""
+    assert module == step_rank.__name__ and environment["DS_ACCELERATOR"] == "cpu"
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "run.json")
+        for text in run_in_workers(world_size, run_rank, [*arguments, "--json", str(result)])[0]:
+            tell(f"{text} ...", to=sys.stderr)
+        return read(result)
+
+
 @pytest.fixture(scope="module")
-def ran(folder: Path) -> tuple[dict[str, Any], str]:
-    """All candidates, DSMuon twice, and with a backend that needs a GPU: numbers and output."""
-    code, out = bench(
-        *("--candidates", "adamw", "adamw-torch", "muon", "dsmuon", "dsmuon", "--ns-backend", "torch", "triton"),
-        *("--rounds", str(ROUNDS), "--json", str(folder / "n" / "step.json"), "--chart", str(folder / "n" / "s.png")),
-    )
+def ran(folder: Path, request: pytest.FixtureRequest) -> tuple[dict[str, Any], str]:
+    """All candidates, DSMuon twice, and with a backend that needs a GPU. With ``--all`` the ranks are launched."""
+    launched = request.config.getoption("--all")
+    with nullcontext() if launched else mock.patch.object(step, "run_ranks", run_by_workers):
+        code, out = bench(
+            *("--candidates", "adamw", "adamw-torch", "muon", "dsmuon", "dsmuon", "--ns-backend", "torch", "triton"),
+            *("--rounds", str(ROUNDS), "--json", str(folder / "n" / "step.json")),
+            *("--chart", str(folder / "n" / "s.png")),
+        )
     assert code == 0
     return json.loads((folder / "n" / "step.json").read_text()), out
 
@@ -142,18 +174,8 @@ def test_it_prints_a_table_and_draws_a_chart(ran: tuple[dict[str, Any], str], fo
         assert cells.split()[0] == f"{entry['ms']:,.2f}" and cells.split()[4:6] == ["-", "-"]
 
 
-def measure_on_cpu(task: Task) -> Run:
-    return step_rank.measure(task, torch.device("cpu"))
-
-
-def measured_by_workers(module: str, arguments: Sequence[str], world_size: int, *_: Any) -> Run:
-    """In place of ``ds_muon.ranks.run_ranks``, without a launch."""
-    assert module == "ds_muon.bench.step_rank" and arguments[0] == "--task"
-    return run_in_workers(world_size, measure_on_cpu, Task.from_json(arguments[1]))[0]
-
-
 def test_engines_built_one_after_another_share_the_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "run_ranks", measured_by_workers)
+    monkeypatch.setattr(step, "run_ranks", run_by_workers)
     path = tmp_path / "alone.json"
     params = '{"variant": "normuon", "adamw_params": ["*up*"]}'
     arguments = ("--together", "no", "--rounds", "3", "--stage", "1", "--params", params)

@@ -100,10 +100,15 @@ def test_names_of_telemetry_have_a_panel() -> None:
 
 def test_the_page_is_whole_and_escaped_in_both_modes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "<b>&.csv").write_text("step,x\n8,1\n")
+    evil = '</text></svg><script>"alert(1)"</script>$\\frac$ \x1b[2J'
+    (strange := folder / "<i>&\"'").mkdir()
+    entry = {"step": 1, "loss": "<script>1</script>", f"{evil}_loss": "1e3", "lr": "nan", "DSMuon/u_norm/" + evil: 2}
+    (strange / "trainer_state.json").write_text(json.dumps({"log_history": [entry, {"step": "<b>1", "loss": 1}]}))
     out = folder / "page.html"
-    assert cli.main(["report", str(folder), "--out", str(out)]) == 0
+    assert cli.main(["report", str(folder), str(strange), "--out", str(out)]) == 0
     assert f"report: {out}" in capsys.readouterr().out
     page = out.read_text()
+    assert page.count("&lt;script&gt;") >= 3 and "\x1b" not in page
     assert "prefers-color-scheme: dark" in page and "<i>&" not in page and "<b>&" not in page
     assert not re.search(r"(fill|stroke): #", page.partition("<svg")[2]) and "<script" not in page
     assert not re.search('(?<!xmlns=")(?<!xmlns:xlink=")https?:', page)

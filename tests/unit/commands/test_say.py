@@ -94,6 +94,11 @@ def test_a_bad_rank_in_the_environment_does_not_raise(monkeypatch: pytest.Monkey
     say("hidden")
 
 
+def test_lines_of_a_command_move_no_cursor(capfd: pytest.CaptureFixture[str]) -> None:
+    tell("a\n  b\x1b[2J\r\u202ec \u00fc")
+    assert capfd.readouterr().out == "a\n  b\\x1b[2J\\r\\u202ec \u00fc\n"
+
+
 # ---- logs -----------------------------------------------------------------------------------------------------------
 
 

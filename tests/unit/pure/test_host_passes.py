@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,11 +17,12 @@ from torch import Tensor
 
 from ds_muon import passes
 from ds_muon.layout import Piece, Strip
-from ds_muon.passes import Held, Segments, Where, host_passes, torch_passes
+from ds_muon.passes import Held, Segments, Where, host_passes, lift, torch_passes
 from tests.unit.support.cases import pairwise
 
 # Less than a vector, ends of vectors, more than a thread's block.
 LENGTHS = [1, 7, 1000, 40001]
+_address = ctypes.c_void_p
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -143,6 +146,78 @@ def test_sums_of_squares_are_exact_and_say_what_is_zero_or_not_finite(length: in
         assert not host_passes.sum_of_squares(x).isfinite()
     tiny = torch.full((length,), torch.finfo(torch.float32).smallest_normal / 2)
     assert float(host_passes.sum_of_squares(tiny)) > 0
+
+
+class Driver:
+    """An accelerator whose copies are made late: when a slot is asked for again and again, or at the end."""
+
+    def __init__(self, slot_bytes: int, fails_at: int | None = None) -> None:
+        with mock.patch.object(lift, "SLOT_BYTES", slot_bytes):
+            self.lift = lift.Lift(torch.device("cpu"), pinned=False)
+        self.queued: list[tuple[int, int, int]] = []
+        self.copies = self.asked = 0
+        self.before: dict[int, int] = {}
+        self._fails_at = fails_at
+        self._events = (ctypes.c_void_p * lift.SLOTS)(*range(1, lift.SLOTS + 1))
+        self.lift.events, self.lift.stream = ctypes.addressof(self._events), 7
+        kinds = {"copy": [_address, _address, ctypes.c_size_t, _address], "record": [_address] * 2, "query": [_address]}
+        self._functions = [ctypes.CFUNCTYPE(ctypes.c_int, *kinds[name])(getattr(self, name)) for name in kinds]
+        for name, function in zip(kinds, self._functions, strict=True):
+            setattr(self.lift, name, ctypes.cast(function, ctypes.c_void_p).value)
+
+    def copy(self, to: int, source: int, count: int, stream: int) -> int:
+        self.copies += 1
+        self.queued.append((to, source, count))
+        return 1 if self.copies == self._fails_at or stream != 7 else 0
+
+    def record(self, event: int, stream: int) -> int:
+        self.before[event] = self.copies
+        return 0 if stream == 7 else 1
+
+    def query(self, event: int) -> int:
+        self.asked += 1
+        if self.asked % 3 == 0:
+            self.finish(self.before.get(event, 0))
+        return 600 if self.copies - len(self.queued) < self.before.get(event, 0) else 0
+
+    def finish(self, copies: int) -> None:
+        while self.queued and self.copies - len(self.queued) < copies:
+            ctypes.memmove(*self.queued.pop(0))
+
+
+@pairwise(length=LENGTHS, slot=[4000, 1 << 16, 1 << 20], dtype=DTYPES, flags=["none", "all", "some"], threads=[1, 2])
+def test_what_is_lifted_arrives_through_slots_that_are_written_again_once_they_have_gone_up(
+    length: int, slot: int, dtype: torch.dtype, flags: str, threads: int
+) -> None:
+    where, driver = some_move(length, flags), Driver(slot)
+    (g, m), (other, same) = ((numbers(length, 1), numbers(length, 2)) for _ in range(2))
+    weight, moved, output = numbers(length, 3), numbers(length, 3), numbers(length, 4, dtype)
+    u, expected = torch.full((2, length), torch.nan)
+    rounded, also = torch.full((2, length), torch.nan, dtype=dtype)
+    blend: dict[str, Any] = {"momentum": 0.95, "nesterov": True, "where": where}
+    move: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "where": where, "scale": 0.5}
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    host_passes.advance_momentum_(g, m, **blend, into=lift.Goal(u, driver.lift))
+    host_passes.apply_update_(weight, output, **move, rounded=lift.Goal(rounded, driver.lift))
+    torch.set_num_threads(before)
+    driver.finish(driver.copies)
+    host_passes.advance_momentum_(other, same, **blend, into=expected)
+    host_passes.apply_update_(moved, output, **move, rounded=also)
+    assert same_bits(u, expected) and same_bits(m, same) and same_bits(g, numbers(length, 1))
+    assert same_bits(rounded, also) and same_bits(weight, moved)
+    host_passes.round_to(weight, lift.Goal(also.fill_(torch.nan), driver.lift))
+    driver.finish(driver.copies)
+    assert same_bits(also, weight.to(dtype))
+
+
+def test_a_copy_that_cannot_be_queued_is_said_and_not_tried_again_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "_COMPILED", {})
+    passes.compile_for_host()
+    driver, weight = Driver(1 << 16, fails_at=2), numbers(40001, 3)
+    with pytest.raises(lift.LiftFailed, match="CUDA error 1"):
+        passes.apply_update_(weight, weight.clone(), lr=0.1, weight_decay=0.0, rounded=lift.Goal(weight, driver.lift))
+    assert driver.copies == 2 and "apply_update_" not in passes._FAILED
 
 
 @pytest.mark.parametrize("axis", [0, 1])

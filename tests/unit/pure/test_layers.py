@@ -41,6 +41,7 @@ BOUND_TO_DEEPSPEED = {
     "zero",
     "zero_base",
     "zero_offload",
+    "zero_plan",
     "checkpoints",
 }
 # The arrows from the engine to an instrument: taken only in a run that asks to be checked, or observed.

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ds_muon import Rates, flat_layout
-from ds_muon.plan.partition import FlatLayout, cut
+from ds_muon.plan.zero_layout import FlatLayout, cut
 from tests.unit.support.random_plans import FREE, HOLDERS, Shape, plan_of, routes, shapes_of_a_group, world_sizes
 
 HARD = {
@@ -258,7 +258,7 @@ def test_what_one_rank_sends_is_what_the_other_expects(
     assert plan.moved_elements() == elements
     for matrix in plan.units:
         assert matrix.travels == any(piece.rank != matrix.owner for piece in matrix.slices)
-        assert matrix.moved == all(piece.rank != matrix.owner for piece in matrix.slices)
+        assert matrix.given_away == all(piece.rank != matrix.owner for piece in matrix.slices)
 
 
 def test_matrices_inside_a_partition_do_not_move() -> None:

@@ -11,8 +11,9 @@ from unittest import mock
 import pytest
 
 from ds_muon import cli
-from ds_muon.plan.owners import RATES, Rates
-from ds_muon.plan.partition import Plan, flat_layout, make_plan
+from ds_muon.plan.partition import Plan, make_plan
+from ds_muon.plan.rates import RATES, Rates
+from ds_muon.plan.zero_layout import flat_layout
 from ds_muon.plan_cost import MODELS, default_settings, gpt, llama, step_cost, table
 
 SETTINGS = default_settings()
@@ -154,16 +155,13 @@ def test_if_moving_is_free_ranks_are_as_even_as_the_matrices_allow(model: str, w
 def test_offload_frees_what_it_puts_on_the_host_and_a_step_needs_no_more_for_a_longer_model() -> None:
     shallow, deep = (step_cost(gpt(layers, 2048), 1, SETTINGS) for layers in (12, 48))
     elements = sum(rows * cols for _, (rows, cols) in gpt(48, 2048))
-    assert deep.offload.freed == 12 * elements and deep.offload.host == 14 * elements
-    assert deep.offload.step_memory == shallow.offload.step_memory < deep.offload.freed / 4
+    assert deep.offload.moved == 12 * elements
+    assert deep.offload.step_memory == shallow.offload.step_memory < deep.offload.moved / 4
     # U and the model's weights up, O down: the bus carries both ways at once.
     assert deep.offload.bus_bytes == 8 * elements and deep.offload.seconds(50e9) == 6 * elements / 50e9
     (*_, line) = table([deep], 50e9).splitlines()
-    ranks, freed, host, staged, moved, ms = (float(text) for text in line.split())
-    assert [ranks, freed, host, staged, moved] == [
-        1,
-        *(round(1e-6 * n) for n in (12 * elements, 14 * elements, deep.offload.step_memory, 8 * elements)),
-    ]
+    ranks, *sizes, ms = (float(text) for text in line.split())
+    assert [ranks, *sizes] == [1, *(round(1e-6 * n) for n in (12 * elements, deep.offload.step_memory, 8 * elements))]
     assert ms == pytest.approx(6e3 * elements / 50e9, abs=0.05)
 
 

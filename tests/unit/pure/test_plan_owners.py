@@ -178,7 +178,7 @@ def test_a_whole_matrix_moves_where_that_pays_and_only_there() -> None:
     # Too slow a link; one that is fast enough for one matrix; too high a price; too little gain.
     assert plan_of([shapes], 2, Rates(1.0, 0.1)) == by_holders
     moved = plan_of([shapes], 2, Rates(1.0, 2.0, exchange_seconds=0.0))
-    assert sum(matrix.moved for matrix in moved.units) == 1
+    assert sum(matrix.given_away for matrix in moved.units) == 1
     assert moved.loads == (3 * 4096, 3 * 4096)
     assert plan_of([shapes], 2, Rates(1.0, 2.0, exchange_seconds=4096.0)) == by_holders
     assert plan_of([shapes], 2, Rates(1.0, 2.0, exchange_seconds=0.0, least_gain=0.5)) == by_holders
@@ -187,7 +187,7 @@ def test_a_whole_matrix_moves_where_that_pays_and_only_there() -> None:
 def test_a_matrix_may_move_for_the_work_in_another_group() -> None:
     plan = plan_of([[(20, 20), (2, 30)], [(10, 10), (10, 10)]], 2, FREE)
     assert plan.groups[1].units[0].owner == plan.groups[1].units[1].owner == 1
-    assert plan.groups[1].units[0].moved
+    assert plan.groups[1].units[0].given_away
 
 
 # ---- nodes ----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from ds_muon.checkpoints.reshard import Buffers, stretches
-from ds_muon.plan.partition import flat_layout
+from ds_muon.plan.zero_layout import flat_layout
 
 Numels = dict[str, int]
 

@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_muon import DSMuon
 from tests.unit.support.around_engine import SHAPES, config_of, is_bound
+from tests.unit.support.cases import in_turns
+from tests.unit.support.drills import fail_at
 from tests.unit.support.models import (
     Block,
     PrescribedGradients,
@@ -145,6 +147,70 @@ def test_a_step_is_the_same_in_however_many_backwards(way: str, stage: int, opti
     config = config_of(optimizer, dtype=dtype, stage=stage, zero=reduction, **settings)
     for found, expected in zip(run_ranks(2, two_steps, config, run, size)[0], at_once(optimizer, dtype), strict=True):
         assert_equal(found, expected)
+
+
+# ---- an error that the script catches -------------------------------------------------------------------------------
+
+
+def fail_once(config: dict[str, Any], way: Way, fails: bool) -> list[dict[str, Tensor]]:
+    """Weights and momentum after steps 0 and 2; if it ``fails``, a step between them that one rank stops at its end."""
+    engine = start(PrescribedGradients(SHAPES), config)
+    for step in (0, 1, 2) if fails else (0, 2):
+        batches = micro_batches(step, 2, engine.device)
+        if step != 1:
+            way(engine, batches)
+            continue
+        error = fail_at("the first flatten", engine, 1, lambda batches=batches: way(engine, batches))  # type: ignore[misc]
+        assert "NoMemory: none for the first flatten" in error
+    counts = {"steps": torch.tensor([engine.global_steps, engine.global_samples])}
+    found = [full_weights(engine), full_momentum(engine), counts]
+    engine.destroy()
+    return found
+
+
+@in_turns(
+    way=["4 x 2", "boundary set", "by the script", "coalesced"],
+    stage=[2, 1],
+    dtype=["bfloat16", "float32"],
+    top=[{"wall_clock_breakdown": True}, {"data_types": {"grad_accum_dtype": "fp32"}}],
+    zero=[{}, {"offload_optimizer": {"device": "cpu"}}],
+)
+def test_after_a_step_that_failed_the_next_micro_batches_make_a_whole_step_anew(
+    way: str, stage: int, dtype: str, top: dict[str, Any], zero: dict[str, Any]
+) -> None:
+    run, _, settings = WAYS[way]
+    config = config_of("DSMuon", dtype=dtype, stage=stage, zero=zero, **settings, **top)
+    failed, good = (run_ranks(2, fail_once, config, run, fails, timeout=60.0)[0] for fails in (True, False))
+    for found, expected in zip(failed, good, strict=True):
+        assert_equal(found, expected)
+
+
+def interrupt(config: dict[str, Any]) -> list[str]:
+    """What all that comes after a backward pass with an error on every rank raises."""
+    engine = start(PrescribedGradients(SHAPES), config)
+    first, second = micro_batches(0, 4, engine.device)
+
+    def stop(_: Tensor) -> None:
+        raise KeyboardInterrupt
+
+    said = []
+    hook = engine.module.p1.register_hook(stop)
+    for do in (lambda: engine.backward(engine(first)), engine.step, lambda: managed(engine, [first, second])):
+        try:
+            do()
+        except BaseException as error:
+            said.append(f"{type(error).__name__}: {error}")
+        hook.remove()
+    engine.destroy()
+    return said
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_after_a_backward_pass_that_failed_no_step_is_made(stage: int) -> None:
+    config = ds_config(stage=stage, gradient_accumulation_steps=1)
+    ((stopped, *refused),) = run_ranks(1, interrupt, config)
+    assert stopped == "KeyboardInterrupt: " and len(refused) == 2
+    assert all("DSMuonRefusal: a backward pass has ended in an error (KeyboardInterrupt" in text for text in refused)
 
 
 # ---- activation checkpointing ---------------------------------------------------------------------------------------

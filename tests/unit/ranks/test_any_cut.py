@@ -41,7 +41,7 @@ def train_owned(shapes: list[tuple[int, ...]], config: dict[str, Any], owner: st
     for step in range(3):
         train_step(engine, exact_gradients(shapes, step, engine.device))
     normuon = config["optimizer"]["params"].get("variant") == "normuon"
-    moved = [matrix.name for matrix in engine.optimizer.plan.units if matrix.moved]
+    moved = [matrix.name for matrix in engine.optimizer.plan.units if matrix.given_away]
     found = full_weights(engine), variances(engine) if normuon else {}, moved
     engine.destroy()
     return found
@@ -115,8 +115,8 @@ def train_with_long_tensors(config: dict[str, Any]) -> tuple[dict[str, Tensor], 
         adamw(self)
 
     with (
-        mock.patch("ds_muon.zero.LARGEST_IN_LIST", 8),
-        mock.patch("ds_muon.optimizer.LARGEST_IN_LIST", 8),
+        mock.patch("ds_muon.zero_base.LARGEST_IN_LIST", 8),
+        mock.patch("ds_muon.adamw.LARGEST_IN_LIST", 8),
         mock.patch("torch.optim.AdamW.step", step),
         mock.patch("torch._foreach_copy_", wraps=torch._foreach_copy_) as copy,
     ):

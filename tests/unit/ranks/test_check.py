@@ -385,6 +385,9 @@ def refusal_without_zero() -> str:
 
 # ---- DeepSpeed's own Muon -------------------------------------------------------------------------------------------
 
+# With torch's Adam for the rest: DeepSpeed's is compiled when it is first used.
+MUON = {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 1e-3, "torch_adam": True}}
+
 
 class LoudGPT(GPT):
     """Its gradients make nothing of DeepSpeed's eps of 1e-7, also where that iterates in fp32: on CPUs without fp16."""
@@ -394,8 +397,7 @@ class LoudGPT(GPT):
 
 
 def check_deepspeeds_muon(clipping: float | None) -> list[UpdateRecord]:
-    optimizer = {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 1e-3}}
-    config = ds_config(optimizer=optimizer, gradient_clipping=clipping)
+    config = ds_config(optimizer=MUON, gradient_clipping=clipping)
     with torch.compiler.set_stance("force_eager"):  # it compiles for minutes on CPU
         return check_gpt(config, steps=1, model=LoudGPT)
 
@@ -434,7 +436,6 @@ def precision_of(config: dict[str, Any], shapes: list[tuple[int, int]]) -> str:
     return check.precision
 
 
-MUON = {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 1e-3}}
 SQUARE, WIDE = (48, 48), (48, 96)
 
 

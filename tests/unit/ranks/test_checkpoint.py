@@ -270,7 +270,7 @@ def test_a_checkpoint_of_another_variant_is_refused_on_every_rank(tmp_path: Path
 def save_deepspeeds_muon_then_load(folder: str) -> None:
     """Matrices in the order in which DeepSpeed's Muon, too, lays them out: the cuts do not tell the two apart."""
     shapes = [(48, 96), (48, 48), (7,)]
-    theirs = ds_config(optimizer={"type": "Muon", "params": {"lr": 0.02, "adam_lr": 1e-3}})
+    theirs = ds_config(optimizer={"type": "Muon", "params": {"lr": 0.02, "adam_lr": 1e-3, "torch_adam": True}})
     engine = start(PrescribedGradients(shapes), theirs)
     train_step(engine, exact_gradients(shapes, 0, engine.device))
     engine.save_checkpoint(folder)

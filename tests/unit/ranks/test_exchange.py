@@ -118,7 +118,7 @@ def test_an_owner_may_hold_nothing_of_a_matrix(case: str, world_size: int, turn:
     plan = group_plan(CASES[case], world_size, turn=turn)
     assert calls == [2 if plan.travellers else 0] * world_size
     if case == "nothing_straddles":
-        assert all(matrix.moved for matrix in plan.units) == (turn < world_size)
+        assert all(matrix.given_away for matrix in plan.units) == (turn < world_size)
 
 
 @pytest.mark.parametrize("returned", DTYPES)

@@ -15,16 +15,17 @@ from unittest import mock
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import safe_get_full_grad
+from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 from torch import Tensor
 
-from ds_muon import muon_group, offload
+from ds_muon import muon_group
 from ds_muon.offload import Journey
 from ds_muon.orthogonalize import NewtonSchulz
+from ds_muon.orthogonalize.torch_backend import TorchOperations
+from ds_muon.passes import host_passes, lift
 from ds_muon.replay import read_capture
 from tests.unit.support.around_engine import BUT_THE_MODEL, offload_and_reload
 from tests.unit.support.bad_steps import STRADDLING, WHOLE, bad_second_step
-from tests.unit.support.batches import cut_into
 from tests.unit.support.captures import captured_step, environment
 from tests.unit.support.cases import in_turns, pairwise
 from tests.unit.support.checked import assert_right, check_block
@@ -262,6 +263,7 @@ def where_things_are(config: dict[str, Any]) -> dict[str, Any]:
     states = [state[key] for state in zero.optimizer.state.values() for key in state if key != "row_variance"]
     found["host"] = {tensor.device.type for tensor in [*flats, *states, *(flat.grad for flat in flats)]}
     found["pinned"] = {flat.grad.is_pinned() for flat in flats}
+    found["kept beside"] = zero.param_buffer_of_bit16_for_cpu_offload_groups
     engine.destroy()
     return found
 
@@ -276,7 +278,52 @@ def test_gradients_are_on_the_host_after_backward_and_all_state_always(pinned: b
             "right": True,
             "host": {"cpu"},
             "pinned": {pinned and on_gpu},
+            "kept beside": [],
         }
+
+
+def set_by_a_script(config: dict[str, Any], how: str) -> tuple[dict[str, Any], list[int]]:
+    """What the run is after a step, and of how many elements the host has taken squares in it.
+
+    The script zeroes one gradient after the backward pass and makes AdamW's larger, or does nothing.
+    """
+    engine = start(PrescribedGradients(PLAIN), config)
+    loops, read = host_passes, []
+
+    def counted(original: Callable[..., Tensor], x: Tensor, *segments: Any) -> Tensor:
+        read.append(x.numel())
+        return original(x, *segments)
+
+    engine.backward(engine(exact_gradients(PLAIN, 0, engine.device)))
+    named = dict(engine.module.named_parameters())
+    if how == "set":
+        for name, factor in (("p0", 0.0), ("p7", 4.0)):
+            safe_set_full_grad(named[name], safe_get_full_grad(named[name]) * factor)
+    elif how == "written":
+        for flat in engine.optimizer.single_partition_of_fp32_groups:
+            flat.grad.mul_(0.25)
+    with mock.patch.object(loops, "sum_of_squares", partial(counted, loops.sum_of_squares)):
+        engine.step()
+    found = by_name(engine)
+    found["norm"] = float(engine.get_global_grad_norm())
+    engine.destroy()
+    return found, read
+
+
+def test_the_host_reads_gradients_before_they_move_only_if_a_script_has_set_them() -> None:
+    config = ds_config({"weight_decay": 0.1}, gradient_clipping=0.5, zero=ON_HOST)
+    for _, read in run_ranks(2, set_by_a_script, config, ""):
+        assert not read
+    set_on_host = run_ranks(2, set_by_a_script, config, "set")
+    for (found, _), (expected, _) in zip(
+        set_on_host,
+        run_ranks(2, set_by_a_script, ds_config({"weight_decay": 0.1}, gradient_clipping=0.5), "set"),
+        strict=True,
+    ):
+        assert_same(found, expected, of_adamw=("p7", "p8"))
+    assert any(read for _, read in set_on_host)
+    (left, read), (untouched, _) = (run_ranks(1, set_by_a_script, config, how)[0] for how in ("written", ""))
+    assert read and left["norm"] == pytest.approx(untouched["norm"] / 4)
 
 
 # ---- what goes up ----------------------------------------------------------------------------------------------------
@@ -287,7 +334,9 @@ ALIKE = [*[(24, 24)] * 7, (40, 40), (5,)]
 
 def in_pieces_of(most: int | None, config: dict[str, Any]) -> tuple[dict[str, Tensor], list[int]]:
     """The weights, and how many bytes of U went up at a time, with so many bytes to stage."""
-    engine = start(PrescribedGradients(ALIKE), config)
+    # Slots that hold less than a matrix, or several.
+    with mock.patch.object(lift, "SLOT_BYTES", 2048 if most is None else 6016):
+        engine = start(PrescribedGradients(ALIKE), config)
     ups: list[int] = []
     (ferry,) = {group._ferry for group in engine.optimizer.muon_groups}
     original = ferry.up_from
@@ -297,12 +346,9 @@ def in_pieces_of(most: int | None, config: dict[str, Any]) -> tuple[dict[str, Te
         return original(write, matrices)
 
     staged = mock.patch.object(muon_group, "STAGING_BYTES", muon_group.STAGING_BYTES if most is None else most)
-    # Slots that hold less than a matrix, or several.
-    slots = mock.patch.object(offload, "_AT_A_TIME", 500 if most is None else 1500)
     with (
-        slots,
         mock.patch.object(ferry, "up_from", up_from),
-        mock.patch.object(muon_group, "batches", cut_into(100)),
+        mock.patch.object(TorchOperations, "alone", lambda *_: False),
         staged,
     ):
         for step in range(2):

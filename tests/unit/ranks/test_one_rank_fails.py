@@ -58,10 +58,10 @@ def fail_everywhere(config: dict[str, Any], bad_rank: int) -> dict[str, str]:
 
 def averaged(step: int) -> dict[str, Tensor]:
     """What ``exact_gradients`` are on average."""
-    gradients = exact_gradients(SHAPES, step, torch.device("cpu"))
+    gradients = exact_gradients(SHAPES, step, torch.device(DEVICE))
     for gradient in gradients:
         dist.all_reduce(gradient)
-    return {f"p{i}": gradient / dist.get_world_size() for i, gradient in enumerate(gradients)}
+    return {f"p{i}": gradient.cpu() / dist.get_world_size() for i, gradient in enumerate(gradients)}
 
 
 @in_turns(
@@ -95,7 +95,7 @@ def fail_in_explaining(config: dict[str, Any]) -> list[str]:
     original = group.orthogonalize
     with mock.patch.object(group, "orthogonalize", lambda batch: original(batch).mul_(torch.nan)), ExitStack() as stack:
         if dist.get_rank() == 1:
-            stack.enter_context(mock.patch.object(group, "nonfinite", side_effect=NoMemory("none for its name")))
+            stack.enter_context(mock.patch("ds_muon.skipped._nonfinite", side_effect=NoMemory("none for its name")))
         for step in range(2):
             try:
                 train_step(engine, gradients_of(engine, step))
@@ -114,45 +114,59 @@ def test_a_rank_that_cannot_say_which_update_is_bad_stops_all_in_that_step() -> 
     assert then == so == ["nothing"]
 
 
-def fail_in_commit(config: dict[str, Any], place: str, folder: str) -> list[str]:
-    """What is raised by a step that fails on rank 1 as it commits; by a save, the next step, and a failing load."""
+def fail_in_commit(config: dict[str, Any], place: str, folder: str, bad_rank: int) -> list[str]:
+    """What is raised by a step that fails on one rank as it commits; by saves and steps after it; by a load that fails
+    as well, and a step and a save after that. Then a load succeeds."""
     engine = start_groups(SHAPES, config, groups=2)
     train_step(engine, gradients_of(engine, 0))
     engine.save_checkpoint(folder, tag="good")
     good = full_weights(engine)
 
-    def step(number: int) -> None:
-        train_step(engine, gradients_of(engine, number))
+    def step() -> None:
+        train_step(engine, gradients_of(engine, 1))
 
-    raised = [fail_at(place, engine, 1, lambda: step(1))]
-    for do in (lambda: engine.save_checkpoint(folder, tag="torn"), lambda: step(2)):
-        try:
-            do()
-            raised.append("nothing")
-        except Exception as error:
-            raised.append(f"{type(error).__name__}: {error}")
-    assert fail_at(place, engine, 1, lambda: step(3)) == "nothing"
-    raised.append(fail_at("what a load has read", engine, 1, lambda: engine.load_checkpoint(folder)))
+    def save() -> None:
+        engine.save_checkpoint(folder, tag="torn")
+
+    raised = [fail_at(place, engine, bad_rank, step)]
+    raised += [fail_at("nowhere", engine, bad_rank, do) for do in (save, step, save, step)]
+    raised.append(fail_at("what a load has read", engine, bad_rank, lambda: engine.load_checkpoint(folder)))
+    raised += [fail_at("nowhere", engine, bad_rank, do) for do in (step, save)]
     engine.load_checkpoint(folder)
     assert all(torch.equal(weight, good[name]) for name, weight in full_weights(engine).items())
-    step(4)
+    assert model_matches(engine, good)
+    step()
+    engine.save_checkpoint(folder, tag="better")
     engine.destroy()
     return raised
 
 
-@pytest.mark.parametrize("place", COMMIT)
-def test_a_rank_that_fails_in_its_commit_stops_all_in_the_next_step_and_before_a_save(
-    place: str, tmp_path: Path
+@in_turns(place=list(COMMIT), offload=[False, True], dtype=["float32", "bfloat16"])
+def test_after_a_rank_has_failed_in_its_commit_all_stop_and_nothing_is_saved_until_a_load(
+    place: str, offload: bool, dtype: str, tmp_path: Path
 ) -> None:
-    config = ds_config({"variant": "normuon"})
-    (first, *others), (second, *own) = run_ranks(2, fail_in_commit, config, place, str(tmp_path), timeout=60.0)
+    if offload and place == "AdamW":
+        place = "the variances"  # the host has its own AdamW
+    zero = {"offload_optimizer": {"device": "cpu"}} if offload else {}
+    config = ds_config({"variant": "normuon"}, zero=zero, dtype=dtype)
+    (first, *others), (second, *own) = run_ranks(2, fail_in_commit, config, place, str(tmp_path), 1, timeout=60.0)
     assert first == second == "nothing"
     assert not (tmp_path / "torn").exists() or not list((tmp_path / "torn").iterdir())
-    error, quoted = own.pop(), others.pop()
-    assert error == "NoMemory: none for what a load has read" and f"{error}. In load_checkpoint, step" in quoted
-    for quoted, error in zip(others, own, strict=True):
-        assert f"NoMemory: none for {place}" in error and "rank 1" in quoted
-        assert f"none for {place}. In commit, step 2 since start" in quoted and "load a checkpoint" in quoted
+    for number, (quoted, error) in enumerate(zip(others, own, strict=True)):
+        where, phase = (place, "commit, step 2") if number < 4 else ("what a load has read", "load_checkpoint, step 4")
+        assert f"NoMemory: none for {where}" in error and "rank 1" in quoted
+        assert f"none for {where}. In {phase} since start" in quoted and "load a checkpoint" in quoted
+
+
+def test_alone_as_well_nothing_is_stepped_or_saved_after_a_failed_commit_until_a_load(tmp_path: Path) -> None:
+    ((first, *then),) = run_ranks(1, fail_in_commit, ds_config({}), "the model's weights", str(tmp_path), 0)
+    assert first == "NoMemory: none for the model's weights" and not list((tmp_path / "torn").iterdir())
+    about = f"{first}. In commit, step 2 since start, at "
+    saves, steps, load = then[0:4:2], then[1:4:2], then[4]
+    assert all(f"nothing is saved: {about}" in error for error in saves)
+    assert all(error.startswith(f"RuntimeError: no step is made: {about}") for error in steps)
+    assert load == "NoMemory: none for what a load has read"
+    assert all(f"{load}. In load_checkpoint, step 4 since start" in error for error in then[5:])
 
 
 # ---- a rank that is gone --------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ds_muon import zero
+from ds_muon import zero_plan
 from ds_muon.replay import read_capture
 from ds_muon.verify import UpdateRecord
 from ds_muon.verify.inject import FAULTS, found
@@ -66,7 +66,7 @@ def test_an_owner_that_holds_nothing_saves_the_whole_input_under_its_name(tmp_pa
     env = {"DS_MUON_NAN_CAPTURE": "1", "DS_MUON_NAN_CAPTURE_DIR": str(tmp_path), "DS_MUON_NAN_CAPTURE_RAISE": "0"}
     ranks = run_ranks(world_size, captured_owned, "next", ds_config({"nan_guard": "skip"}), env)
     matrix = ranks[0]["matrix"]
-    assert matrix.moved and all(found_on_rank["skipped"] == 1 for found_on_rank in ranks)
+    assert matrix.given_away and all(found_on_rank["skipped"] == 1 for found_on_rank in ranks)
     (path,) = tmp_path.iterdir()
     capture = read_capture(path)
     assert (capture.name, capture.rank) == (matrix.name, matrix.owner)
@@ -103,8 +103,8 @@ def nodes_by(numbers: list[str]) -> int:
     usual = {name: "" for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")}
     with mock.patch.dict(os.environ, {**usual, "LOCAL_SIZE": numbers[torch.distributed.get_rank()]}):
         planned: list[Any] = []
-        make_plan = zero.make_plan
-        with mock.patch.object(zero, "make_plan", lambda *args, **how: planned.append(how) or make_plan(*args, **how)):
+        make = zero_plan.make_plan
+        with mock.patch.object(zero_plan, "make_plan", lambda *args, **how: planned.append(how) or make(*args, **how)):
             start_groups(SHAPES, ds_config({}))
     return int(planned[0]["rates"].ranks_per_node)
 

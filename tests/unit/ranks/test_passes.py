@@ -550,7 +550,18 @@ def test_a_kernel_that_cannot_be_launched_is_tried_once_and_torch_takes_over(mon
         passes.apply_update_(weight, update.clone(), lr=0.1, weight_decay=0.1)
     assert same_bits(weight, expected)
     passes.advance_momentum_(update, weight, momentum=0.9, nesterov=True)
-    assert calls == ["apply"] and passes._FAILED == {"apply_update_"}
+    assert calls == ["apply"] and passes._FAILED == {("cpu", "apply_update_")}
+
+
+def test_a_kernel_that_fails_on_the_host_stays_in_use_on_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    host = SimpleNamespace(apply_update_=failing(calls, "host"))
+    accelerator = SimpleNamespace(apply_update_=lambda *_, **__: calls.append("accelerator"))
+    monkeypatch.setattr(passes, "_FAILED", set())
+    monkeypatch.setattr(passes, "_kernels", lambda device: host if device.type == "cpu" else accelerator)
+    for device in ("cpu", "meta", "cpu", "meta"):
+        passes.apply_update_(*torch.ones(2, 4, device=device), lr=0.1, weight_decay=0.1)
+    assert calls == ["host", "accelerator", "accelerator"]
 
 
 def test_a_fault_of_the_caller_is_raised_and_the_kernel_stays_in_use(kernels_everywhere: None) -> None:

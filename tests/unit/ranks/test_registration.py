@@ -19,7 +19,7 @@ from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from torch import nn
 
 import ds_muon
-from ds_muon import deepspeed_parts, registration, zero, zero_base
+from ds_muon import deepspeed_parts, registration, zero, zero_base, zero_plan
 from tests.unit.support.models import Block, PrescribedGradients, ds_config, start
 from tests.unit.support.ranks import run_ranks
 
@@ -53,13 +53,13 @@ def test_a_deepspeed_without_the_parts_is_refused_by_name() -> None:
 
 
 def test_every_part_that_the_zero_optimizer_takes_from_deepspeeds_is_looked_for() -> None:
-    tree = ast.parse(inspect.getsource(zero) + inspect.getsource(zero_base))
-    used: dict[str, set[str]] = {"self": set(), "deepspeed_zero": set()}
+    tree = ast.parse("".join(map(inspect.getsource, (zero, zero_base, zero_plan))))
+    used: dict[str, set[str]] = {"self": set(), "zero": set(), "deepspeed_zero": set()}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in used:
             used[node.value.id].add(node.attr)
     base = deepspeed_zero.DeepSpeedZeroOptimizer
-    theirs = used["self"] & {*dir(base), *base.__init__.__code__.co_names}
+    theirs = (used["self"] | used["zero"]) & {*dir(base), *base.__init__.__code__.co_names}
     assert theirs <= {*deepspeed_parts.ZERO_METHODS, *deepspeed_parts.ZERO_ATTRIBUTES}
     assert used["deepspeed_zero"] <= set(dict(deepspeed_parts.MODULE_NAMES)[deepspeed_zero])
 
@@ -74,7 +74,7 @@ def shifted_layout() -> str:
         layout = ds_muon.flat_layout(*args, **kwargs)
         return ds_muon.FlatLayout(layout.order, tuple(o + 2 for o in layout.offsets), layout.partition_size)
 
-    with mock.patch.object(zero, "flat_layout", shifted):
+    with mock.patch.object(zero_plan, "flat_layout", shifted):
         try:
             start(PrescribedGradients([(8, 8)]), ds_config())
         except RuntimeError as error:
@@ -99,7 +99,7 @@ def test_the_type_matches_in_any_case(name: str) -> None:
     ("optimizer", "expected"),
     [
         ({"type": "AdamW", "params": {"torch_adam": True}}, "AdamW"),
-        ({"type": "Muon", "params": {"lr": 0.02}}, "MuonWithAuxAdam"),
+        ({"type": "Muon", "params": {"lr": 0.02, "torch_adam": True}}, "MuonWithAuxAdam"),
         ({"type": "SGD", "params": {"lr": 0.02}}, "SGD"),
     ],
 )

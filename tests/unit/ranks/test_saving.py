@@ -198,7 +198,7 @@ def test_a_client_state_that_was_loaded_can_be_saved_again(tmp_path: Path) -> No
 def save_what_cannot_be_found(folder: str) -> list[str]:
     engine, said = started(), []
     rank = torch.distributed.get_rank()
-    for tag in (" a", "", f"step{rank}"):
+    for tag in (" a", "", f"step{rank}", "../a", "."):
         with pytest.raises(ValueError) as refused:
             engine.save_checkpoint(folder, tag=tag)
         said.append(str(refused.value))
@@ -219,6 +219,7 @@ def test_tags_that_would_not_be_found_again_are_refused_on_every_rank(tmp_path: 
     for said in run_ranks(2, save_what_cannot_be_found, str(tmp_path)):
         assert "tag = ' a' would not be found again" in said[0] and "tag = '' would not" in said[1]
         assert "rank 0 saves the tag 'step0', and rank 1 'step1'" in said[2]
+        assert [text.split(" leads out of ")[0] for text in said[3:]] == ["'../a'", "'.'"]
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [" a"]
 
 

@@ -17,6 +17,7 @@ from ds_muon.cli import main
 from tests.unit.support.checkpoints import (
     CONFIG,
     SHAPES,
+    Code,
     Layers,
     assert_same,
     by_name,
@@ -51,6 +52,8 @@ def refuse_all(folder: str, tags: list[str]) -> list[str]:
             tag = f"step{1 + min(1, torch.distributed.get_rank())}"
         elif tag == "latest":
             tag, place = None, folder if torch.distributed.get_rank() else f"{folder}/step1"
+        elif tag == "latest elsewhere":
+            tag, place = None, f"{folder}/other"
         elif tag == "empty latest":
             tag, place = None, f"{folder}/step2"
         with pytest.raises((ValueError, RuntimeError, FileNotFoundError)) as refused:
@@ -112,6 +115,10 @@ FATES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: shutil.copy(weights(folder), shard(folder, 1)),
         r"rank_1_\S+ holds no state of a ZeRO optimizer",
     ),
+    "with code in it": (
+        lambda folder: change(folder, 1, dtype=Code(folder / "made")),
+        r"rank_1_\S+ holds a posix\.mkdir, and to read that may run any code",
+    ),
     "no weights": (
         lambda folder: torch.save([1], weights(folder)),
         r"mp_rank_00_model_states.pt is no file of a checkpoint",
@@ -141,12 +148,17 @@ def test_shards_that_do_not_belong_together_are_refused_on_every_rank_before_any
     # What an earlier save by more ranks has left behind is none of this one.
     shutil.copy(shard(tmp_path / "step1", 0), shard(tmp_path / "step2", 3))
     (tmp_path / "step2" / "latest").write_text("")
-    for said in run_ranks(2, refuse_all, str(tmp_path), [*tags, "per rank", "latest", "empty latest"]):
+    (tmp_path / "other" / "latest").write_text("../step2")
+    for said in run_ranks(
+        2, refuse_all, str(tmp_path), [*tags, "latest elsewhere", "per rank", "latest", "empty latest"]
+    ):
         for text, (name, (_, pattern)) in zip(said, FATES.items(), strict=False):
             assert re.search(pattern, text), (name, text)
         assert "rank 0 loads the tag 'step1', and rank 1 'step2'" in said[-3]
         assert "latest is there on rank 1, and not on rank 0" in said[-2]
         assert "latest is empty" in said[-1]
+        assert "'../step2' leads out of" in said[-4]
+    assert not [*tmp_path.glob("*/made")]
 
 
 def load_early(folder: str) -> list[dict[str, Any]]:

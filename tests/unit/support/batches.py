@@ -13,7 +13,7 @@ def cut_into(size: int) -> Callable[..., Iterator[Sequence[int]]]:
     """In place of ``batches``: up to ``size`` matrices of a shape at a time, as on a GPU."""
 
     def batches(
-        shapes: Sequence[tuple[int, int]], device: torch.device, settings: NewtonSchulz
+        shapes: Sequence[tuple[int, int]], device: torch.device, settings: NewtonSchulz, most: int | None = None
     ) -> Iterator[Sequence[int]]:
         for shape in dict.fromkeys(shapes):
             indices = [index for index, other in enumerate(shapes) if other == shape]

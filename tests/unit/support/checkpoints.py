@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -11,6 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from ds_muon.cli import main
 from tests.unit.support.models import (
     ds_config,
     full_weights,
@@ -53,6 +55,19 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 SCHEDULER = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3, "total_num_steps": 9, "warmup_max_lr": 0.02}}
 STEPS = 2
+# Which parameters go to Muon, and to AdamW.
+MUONS, ADAMWS = [f"p{i}" for i in range(6)], ["p6", "p7"]
+UNIVERSAL = {"checkpoint": {"load_universal": True}}
+
+
+def converted(command: str, source: str | Path, out: str | Path) -> str:
+    """The folder where ``ds-muon`` has written what it made of the checkpoint."""
+    assert main([command, str(source), str(out)]) == 0
+    return str(out)
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
 
 
 def settings(variant: str, dtype: str, momentum_dtype: str, stage: int, layout: str) -> dict[str, Any]:
@@ -191,6 +206,16 @@ def forget(folder: Path) -> None:
         contents = torch.load(shard(folder, rank), weights_only=False)
         del contents["optimizer_state_dict"]["ds_muon_shard"]
         torch.save(contents, shard(folder, rank))
+
+
+class Code:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = str(folder)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.folder,)
 
 
 class Layers(nn.Module):

@@ -35,6 +35,8 @@ PLACES: dict[str, tuple[str, int, Where]] = {
 COMMIT: dict[str, tuple[str, int, Where]] = {
     "AdamW": ("commit", 1, lambda zero: (zero.optimizer._adamw, "step")),
     "the variances": ("commit", 1, lambda zero: (zero.muon_groups[1], "commit")),
+    "the model's weights": ("commit", 1, lambda zero: (zero, "round_weights")),
+    "the model's views": ("commit", 1, lambda zero: (zero, "_bind_model")),
 }
 LOAD: dict[str, tuple[str, int, Where]] = {
     "what a load has read": ("load_checkpoint", 1, lambda zero: (zero.optimizer, "load_groups")),
@@ -47,8 +49,10 @@ class NoMemory(RuntimeError):
 
 
 def fail_at(place: str, engine: Any, bad_rank: int, do: Callable[[], object]) -> str:
-    """What ``do`` raises here if ``bad_rank`` fails at a place, and no other rank fails."""
-    _, number, where = {**PLACES, **COMMIT, **LOAD}[place]
+    """What ``do`` raises here if ``bad_rank`` fails at a place, and no other rank fails. "nowhere": if none does."""
+    if place == "nowhere":
+        bad_rank = -1
+    _, number, where = {**PLACES, **COMMIT, **LOAD}.get(place, ("", 0, lambda zero: (zero, "step")))
     target, method = where(engine.optimizer)
     original, calls = getattr(target, method), []
 

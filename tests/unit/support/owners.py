@@ -38,5 +38,5 @@ OWNERS: dict[str, Any] = {
 @contextmanager
 def owned(how: str) -> Iterator[None]:
     """Engines that are built in this context choose owners so."""
-    with mock.patch("ds_muon.zero.make_plan", OWNERS[how]):
+    with mock.patch("ds_muon.zero_plan.make_plan", OWNERS[how]):
         yield

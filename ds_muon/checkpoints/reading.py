@@ -1,0 +1,61 @@
+"""Reads files of a checkpoint without running code in them: tensors, plain values, and objects of DeepSpeed's own."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+from torch.serialization import safe_globals
+
+# A rate that a script has computed may be a number of numpy's, which is saved under a name of its version.
+_NUMBER = np.float64(0).__reduce__()[0]
+_NUMBERS = [(_NUMBER, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")]
+_DTYPES = [np.dtype, *(type(np.dtype(kind)) for kind in (np.float64, np.float32, np.int64))]
+_TYPES = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address, *_NUMBERS, *_DTYPES]
+
+
+def read_file(path: Path, *, trusted: bool = False) -> dict[str, Any]:
+    """The contents of a file. If its format allows it, tensors are read only when they are used.
+
+    Args:
+        trusted: whether to make objects of any type, by whatever code the file names.
+
+    Raises:
+        ValueError: it cannot be read, is none of a checkpoint, or holds objects of other types.
+    """
+    options: dict[str, Any] = {"map_location": "cpu", "weights_only": not trusted}
+    try:
+        with safe_globals(_TYPES):
+            try:
+                contents = torch.load(path, mmap=True, **options)
+            except RuntimeError:  # another format than torch's present one
+                contents = torch.load(path, **options)
+    except Exception as error:
+        if found := re.search(r"GLOBAL (\S+)", str(error)):
+            raise ValueError(
+                f"{path} holds a {found[1]}, and to read that may run any code; if you trust it, let it be read: by "
+                "torch.serialization.add_safe_globals in a script, by --trust of a command"
+            ) from None
+        reason = "it is damaged, or none of torch's" if "weights_only" in str(error) else str(error)
+        raise ValueError(f"{path} cannot be read: {type(error).__name__}: {reason}") from error
+    if not isinstance(contents, dict):
+        raise ValueError(f"{path} is no file of a checkpoint, but holds a {type(contents).__name__}")
+    return contents
+
+
+def below(folder: Path, name: str) -> Path:
+    """The place of this name in a folder, or deeper.
+
+    Raises:
+        ValueError: it leads elsewhere.
+    """
+    path = Path(name)
+    if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
+        raise ValueError(f"{name!r} leads out of {folder}")
+    return folder / path

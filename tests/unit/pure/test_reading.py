@@ -1,0 +1,70 @@
+"""Files of checkpoints are read without running code in them, and name no place outside of a folder."""
+
+from __future__ import annotations
+
+import argparse
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+from ds_muon.checkpoints.reading import below, read_file
+from ds_muon.checkpoints.universal import file_of
+from tests.unit.support.checkpoints import Code
+
+
+@pytest.mark.parametrize("as_zip", [True, False])
+def test_code_in_a_file_is_named_and_not_run_unless_it_is_trusted(tmp_path: Path, as_zip: bool) -> None:
+    path, made = tmp_path / "shard.pt", tmp_path / "made"
+    torch.save({"a": torch.ones(3), "b": [Code(made)]}, path, _use_new_zipfile_serialization=as_zip)
+    with pytest.raises(ValueError, match=r"shard\.pt holds a posix\.mkdir, and .*add_safe_globals"):
+        read_file(path)
+    assert not made.exists()
+    assert read_file(path, trusted=True)["a"].tolist() == [1, 1, 1] and made.is_dir()
+
+
+def test_what_checkpoints_hold_is_read(tmp_path: Path) -> None:
+    scaler = DynamicLossScaler(2.0**8, 2.0, 100, 1.0, 2)
+    contents = {"t": torch.ones(2), "o": OrderedDict(a=torch.Size([2])), "d": torch.bfloat16, "lr": np.float64(0.5)}
+    torch.save({**contents, "s": {1, 2}, "scaler": scaler}, tmp_path / "shard.pt")
+    found = read_file(tmp_path / "shard.pt")
+    assert torch.equal(found.pop("t"), contents.pop("t")) and found.pop("scaler").cur_scale == 2.0**8
+    assert found == {**contents, "s": {1, 2}}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "cannot be read"), (b"garbage" * 9, "damaged, or none of torch's"), (None, "No such file"),
+        ([1], "no file of a checkpoint, but holds a list"),
+        ({"args": argparse.Namespace()}, r"holds a argparse\.Namespace"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_said_without_the_advice_to_read_it_unsafely(
+    tmp_path: Path, content: Any, words: str
+) -> None:
+    path = tmp_path / "x.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        torch.save(content, path)
+    with pytest.raises(ValueError, match=words) as refused:
+        read_file(path)
+    assert "weights_only" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["..", "../x", "a/../../x", "/x", "", ".", "a\0b"])
+def test_no_name_leads_out_of_its_folder(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="leads out of"):
+        below(tmp_path, name)
+    with pytest.raises(ValueError, match="leads out of"):
+        file_of(tmp_path, name, "fp32")
+
+
+def test_other_names_stay_as_they_are(tmp_path: Path) -> None:
+    for name in ("a.weight", "a/b", "...", "a\n\x1b[2J", "ü"):
+        assert below(tmp_path, name) == tmp_path / name
