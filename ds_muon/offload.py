@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ds_muon.passes import compile_for_host, store_updates, sum_of_squares
-from ds_muon.passes.lift import Goal, Lift
+from ds_muon.passes.lift import Goal, lift_to
 from ds_muon.plan.partition import Matrix
 from ds_muon.strips import Copies
 
@@ -70,9 +70,7 @@ class Ferry:
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._loops = compile_for_host()
         """Compiled passes; None if these cannot be had."""
-        self._lift: Lift | None = None
-        if self._loops is not None and (device.type == "cpu" or torch.version.hip is None):
-            self._lift = Lift(device, pinned=self._pinned)
+        self._lift = None if self._loops is None else lift_to(device, pinned=self._pinned)
 
     def up(self, matrices: Sequence[Tensor]) -> Journey:
         """Start to copy matrices to the accelerator.
