@@ -90,19 +90,23 @@ class Ferry:
         """Start to bring up what is written for matrices, while it is written.
 
         Args:
-            write: writes what is to go up in place of a matrix to a flat tensor.
-            matrices: in fp32 on the host.
+            write: writes what is to go up in place of a matrix, and of those behind it, to a flat tensor.
+            matrices: of one shape, in fp32 on the host, parts of one tensor.
         """
+        if not matrices:
+            return Journey([], None)
         on_gpu = self.device.type == "cuda"
         with self._beside("up", after=None) if on_gpu else nullcontext() as stream:
-            goals = [torch.empty(matrix.shape, dtype=torch.float32, device=self.device) for matrix in matrices]
-            for matrix, flat in zip(matrices, (goal.view(-1) for goal in goals), strict=True):
+            shape = (len(matrices), *matrices[0].shape)
+            goals = torch.empty(shape, dtype=torch.float32, device=self.device)
+            for first, end in _neighbours(matrices):
+                flat = goals[first:end].view(-1)
                 if (goal := self.goal(flat)) is not None:
-                    write(matrix, goal)
+                    write(matrices[first], goal)
                 else:
-                    write(matrix, written := torch.empty(flat.shape, dtype=flat.dtype, device="cpu"))
+                    write(matrices[first], written := torch.empty(flat.shape, dtype=flat.dtype, device="cpu"))
                     flat.copy_(written)
-            return Journey(goals, stream.record_event() if stream is not None and goals else None)
+            return Journey(list(goals.unbind()), stream.record_event() if stream is not None else None)
 
     def up_rounded(self, weights: Tensor, goal: Tensor) -> None:
         """Bring up weights, on the current stream.
@@ -161,6 +165,15 @@ class Ferry:
             stream.wait_stream(after)
         with torch.cuda.stream(stream):
             yield stream
+
+
+def _neighbours(matrices: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
+    """The first and the end of each run of matrices that lie behind each other, so that one loop goes through them."""
+    first = 0
+    for i, matrix in enumerate(matrices, start=1):
+        if i == len(matrices) or matrix.storage_offset() + matrix.numel() != matrices[i].storage_offset():
+            yield first, i
+            first = i
 
 
 class Stretch(NamedTuple):
@@ -244,7 +257,7 @@ class HostPart:
             copies.put_back(batch)
 
     def write(self, matrix: Tensor, into: Tensor | Goal) -> None:
-        """Write U of a matrix, contiguous in the partition."""
+        """Write U of a matrix, contiguous in the partition, and of as many elements as are asked for."""
         self._advance(self._offset(matrix), into.numel(), into)
 
     def land(self, outputs: Tensor, units: Sequence[Tensor], scale: float) -> list[Tensor]:

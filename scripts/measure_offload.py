@@ -121,14 +121,17 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if on_gpu else "CPU",
         "threads": torch.get_num_threads(),
     }
-    if options.candidate.startswith("dsmuon"):
+    if options.candidate.startswith("dsmuon") and options.rounds > 2:
         with torch.profiler.profile() as profiler:
             iterate()
-        events = profiler.key_averages()
-        found["phases_ms"] = {e.key: round(e.cpu_time_total / 1e3, 2) for e in events if e.key.startswith("ds_muon::")}
-        found["busy_ms"] = {
-            e.key: round(e.self_device_time_total / 1e3, 2) for e in events if e.key.startswith("Memcpy")
-        }
+        phases: dict[str, float] = {}
+        copies: dict[str, float] = {}
+        for e in profiler.events():  # on the accelerator, a phase has events of its own
+            if e.name.startswith("ds_muon::") and str(e.device_type).endswith("CPU"):
+                phases[e.name] = phases.get(e.name, 0.0) + e.cpu_time_total / 1e3
+            if e.name.startswith("Memcpy"):
+                copies[e.name] = copies.get(e.name, 0.0) + e.self_device_time_total / 1e3
+        found |= {"phases_ms": phases, "busy_ms": copies}
         if options.trace is not None:
             profiler.export_chrome_trace(str(options.trace))
     return found
@@ -204,6 +207,8 @@ def loops(elements: int, rounds: int = 4) -> dict[str, float]:
         print(f"{name:28} {found[name]:8.1f} ms, {bytes_each} bytes an element: {rate:6.1f} GB/s", flush=True)
 
     timed("copy", 8, lambda: v.copy_(g))
+    files = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    print(f"{torch.get_num_threads()} threads of", *(file for file in files if "omp" in Path(file).name))
     timed("squares", 4, lambda: host_passes.sum_of_squares(g))
     moments: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
     timed("adamw", 28, lambda: host_passes.adamw_(w, g, m, v, step=1, **moments))
@@ -297,34 +302,51 @@ def show(found: dict[str, Any]) -> None:
         for name, runs in of_model.items():
             for key in ("phases_ms", "busy_ms"):
                 if runs and key in (last := runs[-1] if isinstance(runs, list) else {}):
-                    print(f"{name}: {key}:", last[key])
+                    print(f"{name}: {key}:", {of: round(ms, 2) for of, ms in last[key].items()})
 
 
 def largest(options: argparse.Namespace, begun: float) -> dict[str, Any]:
-    """For DSMuon with offload and without, the most billions of parameters that train; by steps from an estimate."""
+    """For DSMuon with offload and without, the most billions of parameters that train; by steps from an estimate.
+
+    Estimates of 16.1 bytes of the GPU per parameter without offload and 4.2 with: weights and gradients in half
+    precision, and without also fp32 weights, momentum and gradients. With offload these are on the host, which is not
+    asked for more than it has: it may end more than the process.
+    """
     import torch
 
     width, sequence = 4096, 256
     per_billion = round(1e9 / (12 * width**2))  # layers
     gpu = torch.cuda.get_device_properties(0).total_memory
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    # Bytes per parameter: weights and gradients in bf16; fp32 weights, momentum and gradients, wherever they are.
-    guesses = {"dsmuon": gpu / 16e9, "dsmuon-offload": min(gpu / 4.2e9, host / 15e9)}
-    found: dict[str, Any] = {"gpu_bytes": gpu, "host_bytes": host}
+    host = options.host or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+
+    def host_gb(billions: int) -> float:
+        """Momentum; weights and gradients, pinned, which torch rounds up to a power of two; DeepSpeed's bf16 copy."""
+        elements = billions * per_billion * 12 * width**2
+        pinned = (1 << (nbytes - 1).bit_length() for nbytes in (4 * elements, 4 * elements, 2 * elements))
+        return (4 * elements + sum(pinned)) / 1e9 + 8
+
+    fit = [billions for billions in range(1, 200) if host_gb(billions) <= host and 4.2 * billions <= gpu / 1e9]
+    guesses = {"dsmuon": int(gpu / 16.1e9), "dsmuon-offload": max(fit, default=1)}
+    found: dict[str, Any] = {"gpu_bytes": gpu, "host_gb": host}
     for name, guess in guesses.items():
         tried: dict[int, str] = {}
-        billions = max(1, int(guess))
+        billions = max(1, guess) if name in options.only else 0
         while billions not in tried and billions and time.perf_counter() - begun < options.budget:
+            if "offload" in name and host_gb(billions) > host:
+                tried[billions] = f"not tried: needs {host_gb(billions):.0f} GB of the host's {host:.0f}"
+                break
             run = in_a_process(
                 options, candidate=name, layers=billions * per_billion, width=width, sequence=sequence,
-                micro_batch=1, rounds=2, trace=None,
+                micro_batch=1, rounds=2, seconds=5.0, trace=None,
             )  # fmt: skip
             tried[billions] = run.get("problem", f"{statistics.median(run.get('iteration_ms', [0])):.0f} ms")
-            print(f"{name}: {billions}B: {tried[billions]}", file=sys.stderr, flush=True)
+            sizes = {key: f"{run.get(key, 0) / 1e9:.1f} GB" for key in ("peak_bytes", "host_bytes", "host_peak_bytes")}
+            took = time.perf_counter() - begun
+            print(f"{name}: {billions}B: {tried[billions]}, {sizes}; {took:.0f} s", file=sys.stderr, flush=True)
             billions += -1 if "problem" in run else 1
         fits = [size for size, said in tried.items() if said.endswith(" ms")]
         found[name] = {"largest, billions": max(fits, default=None), "tried": tried}
-        print(f"{name}: the largest that trains: {max(fits, default=0)}B of {tried}")
+        print(f"{name}: the largest that trains: {max(fits, default=0)}B of {tried}", flush=True)
     return found
 
 
@@ -340,6 +362,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=420.0, help="seconds after which no process begins")
     parser.add_argument("--only", nargs="+", choices=CANDIDATES, default=[*CANDIDATES])
     parser.add_argument("--largest", action="store_true", help="in place of the comparison")
+    parser.add_argument("--host", type=float, help="GB of the host's memory, for --largest; by default what it says")
     parser.add_argument("--loops", action="store_true", help="in place of the comparison: the host's loops alone")
     parser.add_argument("--trace", type=Path, help="write a trace of one iteration with offload, of the last model")
     parser.add_argument("--json", type=Path, help="write all numbers")
