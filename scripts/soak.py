@@ -56,8 +56,12 @@ FAULTS = {"gradient": 50, "spike": 30, "update": 4, "rank": 4, "load": 10, "new 
 ROLLS_BACK = {"update", "rank", "load", "new engine"}
 # Of what a rank keeps, how much the last quarter of a run may have more than the second one: a share, and beside it.
 GROWTH = {
-    **{"rss_mb": (0.01, 4.0), "device_mb": (0.0, 1.0), "files": (0.0, 0.0), "threads": (0.0, 0.0)},
-    **{"graphs": (0.0, 0.0), "shm_mb": (0.0, 0.0), "blocks": (0.01, 500.0)},
+    **{"rss": (0.01, 4.0), "device": (0.0, 1.0), "reserved": (0.02, 32.0), "files": (0.0, 0.0), "threads": (0.0, 0.0)},
+    **{"graphs": (0.0, 8.0), "shm": (0.0, 0.0), "blocks": (0.01, 0.5)},
+}
+TITLES = {
+    **{"rss": "memory, MiB", "device": "of the device, MiB", "reserved": "reserved there, MiB", "files": "open files"},
+    **{"threads": "threads", "graphs": "CUDA graphs", "shm": "/dev/shm, MiB", "blocks": "Python's blocks, thousands"},
 }
 
 
@@ -93,13 +97,14 @@ class Sample:
 
     step: int
     position: int
-    rss_mb: float
-    device_mb: float
+    rss: float
+    device: float
+    reserved: float
     files: int
     threads: int
     graphs: int
-    shm_mb: float
-    blocks: int
+    shm: float
+    blocks: float
     loss: float
 
 
@@ -302,17 +307,17 @@ class Soak:
         # Those of this process and its ranks: others use it as well.
         ours = (str(os.getpid()), os.environ["MASTER_PORT"])
         shm = sum(of.stat().st_size for of in Path("/dev/shm").iterdir() if any(mark in of.name for mark in ours))
-        # The device's mebibytes are those of the allocator.
         return Sample(
             step,
             self.run.position,
             resident / 2**20,
+            torch.cuda.memory_allocated() / 2**20 if on_gpu else 0.0,
             torch.cuda.memory_reserved() / 2**20 if on_gpu else 0.0,
             len(os.listdir(here / "fd")),
             len(os.listdir(here / "task")),
             len(BACKENDS["triton"]()._graphs._graphs) if on_gpu else 0,  # type: ignore[attr-defined]
             shm / 2**20,
-            sys.getallocatedblocks(),
+            sys.getallocatedblocks() / 1e3,
             float(self.losses[max(0, self.run.position - 1)]),
         )
 
@@ -378,8 +383,9 @@ def rows_of(ranks: list[Found]) -> list[tuple[str, float, float, float, bool]]:
 
 
 def table(rows: list[tuple[str, float, float, float, bool]]) -> str:
-    lines = [f"{'':12}{'2nd quarter':>14}{'last quarter':>14}{'growth':>10}"]
-    lines += [f"{name:12}{a:14.1f}{b:14.1f}{growth:10.1f}{'  GROWS' * grows}" for name, a, b, growth, grows in rows]
+    lines = [f"{'':28}{'2nd quarter':>14}{'last quarter':>14}{'growth':>10}"]
+    for name, first, last, growth, grows in rows:
+        lines.append(f"{TITLES[name]:28}{first:14.1f}{last:14.1f}{growth:10.1f}{'  GROWS' * grows}")
     return "\n".join(lines)
 
 
@@ -402,7 +408,7 @@ def published(options: Options, ranks: list[Found], device: str, arguments: str)
             {"name": "the rank where it grows most"},
             *({"name": name, "format": ",.1f"} for name in ("second quarter", "last quarter", "growth")),
         ],
-        "rows": [[name, *map(lambda x: round(x, 1), values)] for name, *values, _ in rows_of(ranks)],
+        "rows": [[TITLES[name], *map(lambda x: round(x, 1), values)] for name, *values, _ in rows_of(ranks)],
         "curves": {name: [round(getattr(s, name), 4) for s in first.samples] for name in names},
     }
 
@@ -414,10 +420,7 @@ def draw(samples: dict[str, list[float]], path: Path) -> None:
 
     from scripts.render_measured import _INK
 
-    titles = {
-        **{"loss": "loss", "rss_mb": "memory, MiB", "device_mb": "of the device, MiB", "blocks": "Python's blocks"},
-        **{"files": "open files", "threads": "threads", "graphs": "CUDA graphs", "shm_mb": "/dev/shm, MiB"},
-    }
+    titles = {"loss": "loss", **TITLES}
     shown = [name for name in titles if any(samples[name])]
     style = {"svg.fonttype": "none", "svg.hashsalt": "ds_muon", "font.family": "sans-serif", "font.size": 10}
     ink = {name: _INK for name in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")}

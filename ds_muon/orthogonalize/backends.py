@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from typing import Protocol
@@ -140,8 +141,7 @@ def _trial(device: torch.device, dtype: torch.dtype) -> str | None:
 
     The matrices are wide and go through the Gram form with each tile that training may use on this device: plain
     products, symmetric ones, and those with a C. So a C compiler that is missing, or a tile that takes more shared
-    memory or registers than there are, shows before training, and what is compiled here training uses. Training
-    compiles more for tall matrices: the same tiles with operands transposed.
+    memory or registers than there are, shows before training, and what is compiled here training uses.
 
     Raises:
         torch.OutOfMemoryError: or another error that says so. Nothing is remembered then: it may pass. It is not taken
@@ -158,6 +158,7 @@ def _trial(device: torch.device, dtype: torch.dtype) -> str | None:
     try:
         with exact_products():
             expected = by(TorchOperations(), torch.float32)
+        _compile_for_trial(matrices, Iteration(gram_blocks(triples, dtype), dtype, eps=0.0))
         errors = []
         for ops in _triton().for_trial(device, dtype):
             # Launched, captured in a graph, replayed: nothing is kept, so the memory to work in is the same every time.
@@ -171,6 +172,20 @@ def _trial(device: torch.device, dtype: torch.dtype) -> str | None:
     # NaN is not within any bound.
     worst = next((error for error in errors if not error <= 0.06), None)
     return None if worst is None else f"Triton's products are wrong here, by {worst:.1e}"
+
+
+def _compile_for_trial(matrices: Sequence[Tensor], iteration: Iteration) -> None:
+    """Compile what the trial launches, and what tall matrices need besides, in threads."""
+    with suppress(Exception):  # whatever it is, the trial launches the same and says what is wrong
+        from ds_muon.kernels import products
+        from ds_muon.kernels.ahead import compile_ahead
+
+        def launch() -> None:
+            for ops in _triton().for_trial(matrices[0].device, iteration.dtype):
+                for batch in (matrices, [matrix.mT for matrix in matrices]):
+                    ops.run(batch, iteration)
+
+        compile_ahead(products, launch)
 
 
 def release() -> None:
