@@ -7,11 +7,13 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.unit.support.interpreter import defining_kernels
 
 with defining_kernels():
-    from ds_muon.kernels import ahead
+    from ds_muon.kernels import ahead, elementwise
+    from ds_muon.passes import triton_passes
 
 
 class Kernel:
@@ -91,3 +93,19 @@ def test_ranks_of_a_node_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> Non
     for ranks, threads in (("", 16), ("1", 16), ("4", 8), ("64", 1)):
         monkeypatch.setenv("LOCAL_SIZE", ranks)
         assert ahead._threads() == threads
+
+
+def test_the_kernels_of_a_first_step_are_all_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = {name: Kernel() for name, of in vars(elementwise).items() if hasattr(of, "arg_names") and name[0] != "_"}
+    for name, kernel in kernels.items():
+        monkeypatch.setattr(elementwise, name, kernel)
+    monkeypatch.setattr(ahead, "compile_ahead", lambda module, launch: launch())
+    triton_passes.compile_ahead(
+        torch.device("cpu"),
+        momentum=0.95,
+        nesterov=True,
+        momentum_dtype=torch.bfloat16,
+        result_dtype=torch.float16,
+        weight_decay=0.1,
+    )
+    assert len(kernels) == 5 and all(kernel.launched for kernel in kernels.values())
