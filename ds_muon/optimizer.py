@@ -142,8 +142,8 @@ class DSMuon(Optimizer):
         group = self.param_groups[group_index]
         end = None if numel is None else offset + numel
         g, m = (flat[offset:end] for flat in (gradient, self.momentum_buffer(group_index)))
-        settings: dict[str, Any] = {"momentum": group["momentum"], "nesterov": group["nesterov"], "into": into}
-        advance_momentum_(g, m, **settings, where=where and where.starting(offset))
+        how: dict[str, Any] = {"where": where and where.starting(offset), "into": into}
+        advance_momentum_(g, m, momentum=group["momentum"], nesterov=group["nesterov"], **how)
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -173,9 +173,9 @@ class DSMuon(Optimizer):
             group, where = self.param_groups[i], self._where.pop(i, None)
             (p,) = group["params"]
             for offset, update, scale, rounded in stretches:
-                w, here = p.narrow(0, offset, update.numel()), where and where.starting(offset)
-                how: dict[str, Any] = {"lr": group["lr"], "weight_decay": group["weight_decay"], "rounded": rounded}
-                apply_update_(w, update, **how, where=here, scale=scale)
+                weight = p.narrow(0, offset, update.numel())
+                how: dict[str, Any] = {"where": where and where.starting(offset), "scale": scale, "rounded": rounded}
+                apply_update_(weight, update, lr=group["lr"], weight_decay=group["weight_decay"], **how)
         if self._adamw is not None:
             self._adamw.step(self.adamw_groups, self.state, self.on_host)
 

@@ -182,15 +182,18 @@ class MuonZeroOptimizer(MuonZeroBase):
         squares: list[Tensor] = []
         if gradients:
             with self.failure.held("measure"):
-                known = self.squares_on_the_way()
-                of_muon = zip(self.muon_groups, gradients, known, strict=False)
-                squares = [group.squares(g, noted).to(there) for group, g, noted in of_muon]
-                of_adamw = zip(gradients[muon:], known[muon:], strict=True)
-                squares += [sum_of_squares(g).to(there) if noted is None else noted for g, noted in of_adamw]
+                squares = [self._squares_here(i, gradient).to(there) for i, gradient in enumerate(gradients)]
         if self.failure.error is not None:
             sizes = [len(group.matrices) for group in self.plan.groups] + [1] * (len(self.bit16_groups) - muon)
             squares = [torch.zeros(size, dtype=torch.float64, device=there) for size in sizes]
         return self.guard.measure(squares[:muon], squares[muon:])
+
+    def _squares_here(self, i: int, gradient: Tensor) -> Tensor:
+        """The sums of squares of a group's gradient on this rank: (matrices,) of Muon's, or a scalar; fp64."""
+        known = self.squares_on_the_way(i)
+        if i < len(self.muon_groups):
+            return self.muon_groups[i].squares(gradient, known)
+        return sum_of_squares(gradient) if known is None else known
 
     @profiled("stage")
     def stage(self, gradients: Sequence[Tensor], verdict: Verdict) -> None:

@@ -149,9 +149,9 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
         if self._versions != [flat.grad._version for flat in self.single_partition_of_fp32_groups if self.cpu_offload]:
             self._squares.clear()  # a script has written to them
 
-    def squares_on_the_way(self) -> list[Tensor | None]:
-        """For each group, ``_squares_of_group``, unscaled, if that is what the host would find; else None."""
-        return [self._squares[i] / self.loss_scale**2 if self._squares else None for i in range(len(self.bit16_groups))]
+    def squares_on_the_way(self, group_index: int) -> Tensor | None:
+        """``_squares_of_group``, unscaled, if that is what the host would find; else None."""
+        return self._squares[group_index] / self.loss_scale**2 if self._squares else None
 
     def independent_gradient_partition_epilogue(self) -> None:
         """DeepSpeed's own, after which the gradients of a step have come down, or are on their way."""

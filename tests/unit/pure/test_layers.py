@@ -98,6 +98,15 @@ def test_only_what_is_bound_to_deepspeed_imports_it(module: str) -> None:
     assert not knows or module.split(".")[1] in BOUND_TO_DEEPSPEED
 
 
+@pytest.mark.parametrize("module", ["ds_muon.config", "ds_muon.routing"])
+def test_nothing_that_config_and_routing_need_knows_deepspeed(module: str) -> None:
+    needed, new = set[str](), {module}
+    while new:
+        needed |= new
+        new = {name for one in new for name in imports(one) if name in MODULES} - needed
+    assert len(needed) > 1 and not [one for one in needed if "deepspeed" in {n.split(".")[0] for n in imports(one)}]
+
+
 def test_only_the_packages_face_knows_the_registration() -> None:
     assert [module for module in MODULES if "ds_muon.registration" in imports(module)] == ["ds_muon"]
 

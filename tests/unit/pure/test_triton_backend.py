@@ -35,7 +35,7 @@ choose_tile, matmul = triton_backend.choose_tile, triton_backend.matmul
 
 
 def product(a: Tensor, b: Tensor, tile: Tile, out: Tensor | None = None) -> Tensor:
-    """Plain products, which know no quarters."""
+    """Plain products, which know no quarters: they are those of the small tile then, where others show them too."""
     return matmul(a, b, tile=TILES["small"] if tile.quarters else tile, out=out)
 
 
@@ -145,9 +145,9 @@ def test_operations_match_fp64(way: str, shape: tuple[int, int, int]) -> None:
 
 
 @some(
-    [*((case.id, 67) for case in CASES), (CASES[0].id, 1), (CASES[-1].id, 16)],
+    [*((case.id, 67 if GPU else 35) for case in CASES), (CASES[0].id, 1), (CASES[-1].id, 16)],
     case=[case.id for case in CASES],
-    m=[1, 16, 67, *((129, 1000, 2048) if GPU else ())],
+    m=[1, 16, 35, 67, *((129, 1000, 2048) if GPU else ())],
 )
 def test_symmetric_results_equal_their_transpose_beyond_the_squares_on_the_diagonal(case: str, m: int) -> None:
     tile, dtype = next(other.values for other in CASES if other.id == case)
@@ -162,22 +162,28 @@ def test_symmetric_results_equal_their_transpose_beyond_the_squares_on_the_diago
 
 
 @pytest.mark.parametrize(("tile", "dtype"), OF_EACH_KERNEL)
-def test_blocks_are_visited_once_each_in_every_group(tile: Tile, dtype: torch.dtype) -> None:
+def test_blocks_are_visited_once_each_in_every_group(
+    tile: Tile, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # More rows of blocks than are worked on together, the last group ragged, in a batch.
-    x = unit(2, (11 if GPU else 9) * tile.rows - 3, 16, dtype, False)
+    if not GPU:  # where as many as are shipped are slow
+        monkeypatch.setattr(triton_backend, "_GROUP", 3)
+    x = unit(2, (triton_backend._GROUP + 2) * tile.rows - 3, 16, dtype, False)
     r = matmul(x, x.mT, symmetric=True, tile=tile)
     assert torch.equal(r, mirrored(r, tile.rows))
     assert_rounded(r, x, x.mT)
-    y = unit(2, 16, 3 * tile.cols + 1, dtype, False)
-    assert_rounded(product(x, y, tile), x, y)
+    if not tile.quarters:
+        y = unit(2, 16, 3 * tile.cols + 1, dtype, False)
+        assert_rounded(product(x, y, tile), x, y)
 
 
 @pytest.mark.parametrize(("tile", "dtype"), OF_EACH_KERNEL)
 def test_nothing_outside_a_matrix_reaches_the_result(tile: Tile, dtype: torch.dtype) -> None:
     for rows, cols, pitch in [(17, 23, 40), (17, 23, 37), (40, 24, 24)]:
-        buffer = torch.full((3, rows + 5, pitch), float("nan"), dtype=dtype, device=DEVICE)
+        batch = 3 if GPU else 2
+        buffer = torch.full((batch, rows + 5, pitch), float("nan"), dtype=dtype, device=DEVICE)
         x = buffer[:, 2 : rows + 2, :cols]
-        x.copy_(unit(3, rows, cols, dtype, False))
+        x.copy_(unit(batch, rows, cols, dtype, False))
         for operand in (x, x.mT):
             r = matmul(operand, operand.mT, symmetric=True, tile=tile)
             assert torch.equal(r, matmul(operand.clone(), operand.mT.clone(), symmetric=True, tile=tile))
@@ -222,7 +228,7 @@ def test_zero_gives_zero_and_nan_stays_in_its_matrix(tile: Tile, dtype: torch.dt
 def test_a_polynomial_without_a_product_is_the_plain_one_and_allocates_nothing(m: int, dtype: torch.dtype) -> None:
     a, b = 1.5, -0.5037
     x = unit(3, m, m + 7, dtype, False)
-    r = matmul(x, x.mT, symmetric=True)
+    r = triton_backend._empty(3, m, m, dtype, DEVICE).copy_(x @ x.mT)
     plain = torch.mul(r, b)
     plain.diagonal(dim1=-2, dim2=-1).copy_(r.diagonal(dim1=-2, dim2=-1).float() * b + a)
     out = triton_backend._empty(3, m, m, dtype, DEVICE).fill_(torch.nan)
@@ -259,13 +265,13 @@ class Allocating(TorchDispatchMode):
 def test_a_result_does_not_depend_on_its_batch(case: str, tall: bool) -> None:
     tile, dtype = next(other.values for other in ONE_DTYPE if other.id == case)
     for m, n in [(17, 40), (48, 48), *(((16, 133), (300, 777), (1024, 1024), (128, 16384)) if GPU else ())]:
-        x = unit(5, m, n, dtype, tall)
+        x = unit(5 if GPU else 3, m, n, dtype, tall)
         r = matmul(x, x.mT, symmetric=True, tile=tile)
-        p = product(r, x, tile)
-        for part in (slice(0, 1), slice(4, 5), slice(1, 4)):
+        p = None if tile.quarters else product(r, x, tile)
+        for part in (slice(0, 1), slice(4, 5), slice(1, 4)) if GPU else (slice(0, 1), slice(1, 3)):
             alone = matmul(x[part], x[part].mT, symmetric=True, tile=tile)
             assert torch.equal(alone, r[part])
-            assert torch.equal(product(alone, x[part], tile), p[part])
+            assert p is None or torch.equal(product(alone, x[part], tile), p[part])
 
 
 @needs_hopper
@@ -320,7 +326,7 @@ def test_normalize_is_the_plain_normalization(shape: tuple[int, int], dtype: tor
         roundings = 4 if dtype == torch.float32 else 1
         assert bool((error <= roundings * limits.eps * (plain.double().abs() + limits.smallest_normal)).all())
         assert all(torch.equal(matrix, other) for matrix, other in zip(matrices, before, strict=True))
-        for index, matrix in enumerate(matrices):
+        for index, matrix in enumerate(matrices if GPU or magnitude in (1.0, 1e-40) else ()):
             alone = matrix.clone()
             assert torch.equal(normalized([alone], dtype, settings.eps)[0], out[index])
 
@@ -344,7 +350,7 @@ def test_normalize_shows_what_is_not_finite_in_its_matrix_only(poison: float) ->
 # On CPU memory that nobody touches costs nothing, but for address space; a GPU has to have it.
 @pytest.mark.parametrize(("tile", "dtype"), OF_EACH_KERNEL)
 def test_offsets_beyond_2_to_the_31_are_reached(tile: Tile, dtype: torch.dtype) -> None:
-    m, n, gap = 40, 72, 1 << 30
+    m, n, gap = 40, 72 if GPU else 40, 1 << 30
     memory = torch.empty(2 * gap + m * n, dtype=dtype, device=DEVICE)
 
     def spread(rows: int, cols: int) -> Tensor:
@@ -359,7 +365,7 @@ def test_offsets_beyond_2_to_the_31_are_reached(tile: Tile, dtype: torch.dtype) 
         near = x.mT.contiguous().mT if tall else x
         r = matmul(far, far.mT, symmetric=True, tile=tile)
         assert torch.equal(r, matmul(near, near.mT, symmetric=True, tile=tile))
-        assert torch.equal(product(r, far, tile), product(r, near, tile))
+        assert tile.quarters or torch.equal(product(r, far, tile), product(r, near, tile))
     out = spread(m, m).zero_()
     multiply = triton_backend.multiply_descriptors if tile.descriptors else triton_backend.multiply_pointers
     multiply(near, near.mT, None, out, (1.0, 1.0, 0.0), True, tile)

@@ -56,7 +56,7 @@ def iterate(x: Tensor, form: str) -> Tensor:
 
 @in_turns(form=["standard", "gram"], dtype=DTYPES)
 def test_iterations_match_the_reference(form: str, dtype: torch.dtype) -> None:
-    sides = [(15, 15), (31, 37), *(((67, 61), (16, 1024), (130, 40)) if GPU else ((70, 40),))]
+    sides = [(15, 15), (31, 37), *(((67, 61), (16, 1024), (130, 40)) if GPU else ((40, 33),))]
     # The rounding of so few elements moves the norm, which the reference puts right.
     sides += [(1, 1), (2, 3)] if dtype == torch.float32 else []
     for rows, cols in [*sides, *(((1000, 1000), (512, 2050)) if GPU else ())]:
@@ -73,7 +73,7 @@ def test_iterations_match_the_reference(form: str, dtype: torch.dtype) -> None:
 def test_an_iteration_does_not_depend_on_the_batch(form: str, dtype: torch.dtype) -> None:
     for rows, cols in [(17, 40), (40, 17), *(((1024, 1024), (256, 2048), (1000, 500)) if GPU else ())]:
         # On a GPU enough matrices for choose_tile to change its mind.
-        x = unit(30 if GPU else 3, rows, cols, dtype, False)
+        x = unit(30 if GPU else 2, rows, cols, dtype, False)
         out = iterate(x, form)
         for part in (slice(0, 1), slice(1, 3)):
             assert torch.equal(iterate(x[part], form), out[part])

@@ -180,7 +180,7 @@ def test_after_a_step_that_failed_the_next_micro_batches_make_a_whole_step_anew(
 ) -> None:
     run, _, settings = WAYS[way]
     config = config_of("DSMuon", dtype=dtype, stage=stage, zero=zero, **settings, **top)
-    failed, good = (run_ranks(2, fail_once, config, run, fails, timeout=60.0)[0] for fails in (True, False))
+    failed, good = (run_ranks(2, fail_once, config, run, fails)[0] for fails in (True, False))
     for found, expected in zip(failed, good, strict=True):
         assert_equal(found, expected)
 

@@ -81,7 +81,7 @@ def steps_after_a_capture(config: dict[str, Any], env: dict[str, str]) -> list[s
 @pytest.mark.ranks
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_without_the_guard_all_ranks_stop_together_in_the_next_step(tmp_path: Path, world_size: int) -> None:
-    ranks = run_ranks(world_size, steps_after_a_capture, ds_config(), environment(tmp_path), timeout=60.0)
+    ranks = run_ranks(world_size, steps_after_a_capture, ds_config(), environment(tmp_path))
     (path,) = tmp_path.iterdir()
     assert len({tuple(raised) for raised in ranks}) == 1
     first, second, third = ranks[0]
@@ -93,7 +93,7 @@ def test_without_the_guard_all_ranks_stop_together_in_the_next_step(tmp_path: Pa
 @pytest.mark.ranks
 def test_without_the_guard_a_run_goes_on_if_told_to(tmp_path: Path) -> None:
     env = environment(tmp_path, DS_MUON_NAN_CAPTURE_RAISE="0")
-    assert run_ranks(2, steps_after_a_capture, ds_config(), env, timeout=60.0) == [[None, None, None]] * 2
+    assert run_ranks(2, steps_after_a_capture, ds_config(), env) == [[None, None, None]] * 2
 
 
 @pytest.mark.ranks

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ds_muon.passes import Where
 from ds_muon.skipped import SkippedSteps
-from tests.unit.support.bad_steps import CASES, SECONDS, SHAPES, STRADDLING, TINY, WHOLE, bad_second_step, engine_of
+from tests.unit.support.bad_steps import CASES, SHAPES, STRADDLING, TINY, WHOLE, bad_second_step, engine_of
 from tests.unit.support.cases import first_of, in_turns, some
 from tests.unit.support.faulty import faulty_backend, sick
 from tests.unit.support.models import PrescribedGradients, ds_config, full_weights, start, train_step
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.ranks
 @some([((2, STRADDLING), 1), ((2, WHOLE), 2)], case=CASES, stage=[1, 2])
 def test_off_applies_the_nan_and_shows_what_it_does(case: tuple[int, tuple[int, int]], stage: int) -> None:
     world_size, shape = case
-    for found in run_ranks(world_size, bad_second_step, ds_config(stage=stage), shape, timeout=SECONDS):
+    for found in run_ranks(world_size, bad_second_step, ds_config(stage=stage), shape):
         assert not found["finite"] and not found["weights stayed"]
         assert found["skipped"] == 0 and found["warnings"] == []
 
@@ -36,7 +36,7 @@ def test_skip_moves_nothing_but_the_momentum(case: tuple[int, tuple[int, int]], 
     world_size, shape = case
     params = {"nan_guard": "skip", "weight_decay": 0.1, "variant": variant}
     config = ds_config(params, stage=stage)
-    ranks = run_ranks(world_size, bad_second_step, config, shape, timeout=SECONDS)
+    ranks = run_ranks(world_size, bad_second_step, config, shape)
     for found in ranks:
         assert found["weights stayed"] and found["model stayed"] and found["moved"] == {"momentum_buffer"}
         assert found["skipped"] == 1 and found["rates stayed"] and found["scale stayed"]
@@ -61,7 +61,7 @@ def test_skip_moves_nothing_but_the_momentum(case: tuple[int, tuple[int, int]], 
 )
 def test_a_bad_block_is_named(rule: dict[str, Any], shape: tuple[int, int], said: str) -> None:
     config = ds_config({"nan_guard": "skip", "muon_blocks": {"p0": rule}})
-    found, _ = run_ranks(2, bad_second_step, config, shape, timeout=SECONDS)
+    found, _ = run_ranks(2, bad_second_step, config, shape)
     (warning,) = found["warnings"]
     assert re.search(said, warning), warning
 
@@ -88,7 +88,7 @@ def three_steps(config: dict[str, Any], shape: tuple[int, int] | None) -> dict[s
 @pytest.mark.parametrize("world_size", first_of([3, 2]))
 def test_muon_goes_on_bit_for_bit_as_if_the_rate_had_been_zero_in_the_skipped_step(world_size: int) -> None:
     config = ds_config({"nan_guard": "skip", "weight_decay": 0.1})
-    skipped, muted = (run_ranks(world_size, three_steps, config, s, timeout=SECONDS) for s in (STRADDLING, None))
+    skipped, muted = (run_ranks(world_size, three_steps, config, s) for s in (STRADDLING, None))
     for found, other in zip(skipped, muted, strict=True):
         assert_equal(found, other)
 
@@ -99,7 +99,7 @@ def test_raise_raises_the_same_error_on_every_rank_and_applies_nothing(
 ) -> None:
     world_size, shape = case
     config = ds_config({"nan_guard": "raise", "weight_decay": 0.1}, stage=stage)
-    ranks = run_ranks(world_size, bad_second_step, config, shape, timeout=SECONDS)
+    ranks = run_ranks(world_size, bad_second_step, config, shape)
     assert len({found["raised"] for found in ranks}) == 1
     assert f"p{SHAPES.index(shape)} (" in ranks[0]["raised"] and "Nothing was applied" in ranks[0]["raised"]
     for found in ranks:
@@ -110,7 +110,7 @@ def test_raise_raises_the_same_error_on_every_rank_and_applies_nothing(
 def test_skip_holds_in_half_precision_and_says_nothing_to_the_loss_scaler(dtype: str) -> None:
     fp16 = {"fp16": {"enabled": True, "initial_scale_power": 4}} if dtype == "float16" else {}
     config = ds_config({"nan_guard": "skip", "ns_dtype": "float16"}, dtype=dtype, **fp16)
-    for found in run_ranks(2, bad_second_step, config, STRADDLING, timeout=SECONDS):
+    for found in run_ranks(2, bad_second_step, config, STRADDLING):
         assert found["weights stayed"] and found["model stayed"] and found["moved"] == {"momentum_buffer"}
         assert found["skipped"] == 1 and found["scale stayed"]
 
@@ -132,7 +132,7 @@ def one_sick_rank(config: dict[str, Any], bad_rank: int) -> list[bool]:
 @pytest.mark.parametrize("world_size", first_of([3, 2, 4]))
 def test_only_the_owner_of_a_matrix_can_spoil_it_and_then_all_skip(world_size: int) -> None:
     config = ds_config({"nan_guard": "skip"})
-    by_rank = [run_ranks(world_size, one_sick_rank, config, rank, timeout=SECONDS) for rank in range(world_size)]
+    by_rank = [run_ranks(world_size, one_sick_rank, config, rank) for rank in range(world_size)]
     assert all(len({tuple(skipped) for skipped in ranks}) == 1 for ranks in by_rank)
     assert sum(ranks[0] == [False, True] for ranks in by_rank) == 1
 
@@ -227,7 +227,7 @@ def spoiled_momentum(config: dict[str, Any]) -> list[str]:
 
 
 def test_a_momentum_that_is_not_finite_is_not_blamed_on_newton_schulz() -> None:
-    (warning,), none = run_ranks(2, spoiled_momentum, ds_config({"nan_guard": "skip"}), timeout=SECONDS)
+    (warning,), none = run_ranks(2, spoiled_momentum, ds_config({"nan_guard": "skip"}))
     assert "its momentum is not finite" in warning and "Newton-Schulz" not in warning and none == []
 
 
@@ -245,7 +245,7 @@ def sick_for(config: dict[str, Any], steps: int) -> list[str]:
 
 
 def test_repeated_skips_are_warned_of_ever_less_often_and_counted_at_the_end() -> None:
-    first, second = run_ranks(2, sick_for, ds_config({"nan_guard": "skip"}), 9, timeout=SECONDS)
+    first, second = run_ranks(2, sick_for, ds_config({"nan_guard": "skip"}), 9)
     assert second == []
     *warnings, last = first
     assert [text.rsplit(" ", 1)[1] for text in warnings] == ["1)", "2)", "4)", "8)"]
@@ -285,6 +285,6 @@ def always_raises(config: dict[str, Any]) -> None:
 
 def test_an_uncaught_error_of_the_guard_stops_every_rank() -> None:
     with pytest.raises(RankFailure) as failure:
-        run_ranks(2, always_raises, ds_config({"nan_guard": "raise"}), timeout=SECONDS)
+        run_ranks(2, always_raises, ds_config({"nan_guard": "raise"}))
     assert set(failure.value.errors) == {0, 1}
     assert all("NonFiniteUpdate" in text for text in failure.value.errors.values())

@@ -79,7 +79,7 @@ def test_a_rank_that_fails_before_the_commit_stops_all_and_no_weight_moves(
     # Of such a model DeepSpeed adds to the gradients that it still has.
     of_models = {"managed_gradient_accumulation": managed, "data_types": {"grad_accum_dtype": "fp32"}}
     config = ds_config(params, stage=stage, zero=zero, dtype=dtype, **of_models)
-    ranks = run_ranks(2, fail_everywhere, config, bad_rank, timeout=60.0)
+    ranks = run_ranks(2, fail_everywhere, config, bad_rank)
     for number, (place, (phase, _, _)) in enumerate(PLACES.items(), start=1):
         error, quoted = ranks[bad_rank][place], ranks[1 - bad_rank][place]
         assert error == f"NoMemory: none for {place}"
@@ -149,7 +149,7 @@ def test_after_a_rank_has_failed_in_its_commit_all_stop_and_nothing_is_saved_unt
         place = "the variances"  # the host has its own AdamW
     zero = {"offload_optimizer": {"device": "cpu"}} if offload else {}
     config = ds_config({"variant": "normuon"}, zero=zero, dtype=dtype)
-    (first, *others), (second, *own) = run_ranks(2, fail_in_commit, config, place, str(tmp_path), 1, timeout=60.0)
+    (first, *others), (second, *own) = run_ranks(2, fail_in_commit, config, place, str(tmp_path), 1)
     assert first == second == "nothing"
     assert not (tmp_path / "torn").exists() or not list((tmp_path / "torn").iterdir())
     for number, (quoted, error) in enumerate(zip(others, own, strict=True)):
@@ -176,8 +176,8 @@ def test_alone_as_well_nothing_is_stepped_or_saved_after_a_failed_commit_until_a
 def test_a_rank_that_is_killed_ends_the_others_and_the_last_checkpoint_loads(moment: str, tmp_path: Path) -> None:
     config = ds_config({"nan_guard": "skip"})
     with pytest.raises(RankFailure) as failure:
-        run_ranks(2, killed, config, moment, str(tmp_path), timeout=60.0)
+        run_ranks(2, killed, config, moment, str(tmp_path))
     assert failure.value.errors[1] == "the process died"
     if DEVICE == "cpu":  # over NCCL a rank waits until the launcher ends it
         assert "hangs" not in failure.value.errors[0]
-    assert run_ranks(2, load_after, config, str(tmp_path), timeout=60.0) == [True, True]
+    assert run_ranks(2, load_after, config, str(tmp_path)) == [True, True]

@@ -5,7 +5,6 @@ On a GPU the kernels run; elsewhere Triton's interpreter runs them.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import os
@@ -24,7 +23,7 @@ from ds_muon.passes import Held, Segments, Where, torch_passes
 from tests.unit.support.cases import in_turns, pairwise, some
 from tests.unit.support.interpreter import GPU, defining_kernels
 from tests.unit.support.models import ds_config
-from tests.unit.support.ranks import new_ranks, run_ranks
+from tests.unit.support.ranks import run_ranks
 from tests.unit.support.steps import SHAPES, assert_equal
 from tests.unit.support.steps import train as train_on_exact_gradients
 
@@ -510,15 +509,7 @@ def train(config: dict[str, Any], kernels: bool) -> tuple[dict[str, Tensor], int
     return weights, len(calls.mock_calls)
 
 
-@pytest.fixture(scope="module")
-def ranks_with_interpreter() -> Iterator[None]:
-    """Other ranks may have imported Triton without it, and must not get it."""
-    with contextlib.nullcontext() if GPU else new_ranks(TRITON_INTERPRET="1"):
-        yield
-
-
 @pytest.mark.ranks
-@pytest.mark.usefixtures("ranks_with_interpreter")
 @some([(2, "normuon")], world_size=[1, 2], variant=["muon", "normuon"])
 def test_an_engine_trains_with_the_same_bits_with_kernels(world_size: int, variant: str) -> None:
     """Whole and straddling matrices with weight decay, and AdamW beside them."""

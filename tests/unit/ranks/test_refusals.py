@@ -165,7 +165,7 @@ def test_a_config_that_cannot_train_right_is_refused_on_every_rank(case: str) ->
     settings, fragments = CONFIGS[case]
     settings = dict(settings)
     with pytest.raises(RankFailure) as failure:
-        run_ranks(2, initialize, ds_config(settings.pop("params", {}), **settings), timeout=60)
+        run_ranks(2, initialize, ds_config(settings.pop("params", {}), **settings))
     assert set(failure.value.errors) == {0, 1}
     for error in failure.value.errors.values():
         assert all(fragment in error for fragment in fragments), error
@@ -180,7 +180,7 @@ def test_everything_that_is_wrong_is_said_at_once_on_every_rank() -> None:
     }
     config = ds_config(params, zero={"reduce_scatter": True}, compile={"deepcompile": True})
     with pytest.raises(RankFailure) as failure:
-        run_ranks(2, initialize, config, timeout=60)
+        run_ranks(2, initialize, config)
     beginnings = (
         "ds_muon.refusals.DSMuonRefusal: DSMuon refuses this setup (ds-muon doctor",
         "zero_optimization.reduce_scatter = true",
@@ -202,7 +202,7 @@ def test_everything_that_is_wrong_is_said_at_once_on_every_rank() -> None:
 @pytest.mark.parametrize("kind", ["lone surrogate", "nested", "huge", "lr"])
 def test_what_no_setting_can_be_is_refused_in_words_on_every_rank(kind: str) -> None:
     with pytest.raises(RankFailure) as failure:
-        run_ranks(2, initialize_with, kind, timeout=60)
+        run_ranks(2, initialize_with, kind)
     assert set(failure.value.errors) == {0, 1}
     assert all("DSMuonConfigError: optimizer.params." in error for error in failure.value.errors.values())
 
@@ -220,7 +220,7 @@ def test_an_absent_reduce_scatter_is_refused_as_deepspeeds_default() -> None:
     config = ds_config()
     del config["zero_optimization"]["reduce_scatter"]
     with pytest.raises(RankFailure) as failure:
-        run_ranks(2, initialize, config, timeout=60)
+        run_ranks(2, initialize, config)
     assert all("default when the key is absent" in error for error in failure.value.errors.values())
 
 
@@ -250,7 +250,7 @@ MODELS = {
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_model_that_cannot_train_right_is_refused_on_every_rank(kind: str) -> None:
     with pytest.raises(RankFailure) as failure:
-        run_ranks(2, initialize, ds_config(), kind, timeout=60)
+        run_ranks(2, initialize, ds_config(), kind)
     assert set(failure.value.errors) == {0, 1}
     for error in failure.value.errors.values():
         assert MODELS[kind] in error, error
@@ -258,9 +258,9 @@ def test_a_model_that_cannot_train_right_is_refused_on_every_rank(kind: str) -> 
 
 def test_a_sparse_embedding_forced_to_muon_is_refused() -> None:
     with pytest.raises(RankFailure) as failure:
-        run_ranks(2, initialize, ds_config({"muon_params": ["0.weight"]}), "sparse", timeout=60)
+        run_ranks(2, initialize, ds_config({"muon_params": ["0.weight"]}), "sparse")
     assert all("sparse" in error for error in failure.value.errors.values())
 
 
 def test_the_plain_case_is_not_refused() -> None:
-    run_ranks(2, initialize, ds_config(), timeout=60)
+    run_ranks(2, initialize, ds_config())

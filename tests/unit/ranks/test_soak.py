@@ -65,11 +65,11 @@ def assert_the_same_on_every_rank(engine: Any, step: int) -> None:
     assert all(torch.equal(flat, other) for other in everyones), step
 
 
-@pytest.mark.parametrize("steps", first_of([100, 500]))
+@pytest.mark.parametrize("steps", first_of([60, 500]))
 @pytest.mark.parametrize(("stage", "dtype", "variant"), [(2, "float32", "muon"), full(1, "bfloat16", "normuon")])
-def test_hundreds_of_steps_with_faults_at_random(stage: int, dtype: str, variant: str, steps: int) -> None:
+def test_many_steps_with_faults_at_random(stage: int, dtype: str, variant: str, steps: int) -> None:
     params = {"nan_guard": "skip", "grad_norm_skip_threshold": 1e4, "variant": variant, "weight_decay": 0.01}
-    first, second = run_ranks(2, soak, ds_config(params, stage=stage, dtype=dtype), 7, steps, timeout=240.0)
+    first, second = run_ranks(2, soak, ds_config(params, stage=stage, dtype=dtype), 7, steps)
     assert first == second and all(first[fault] > steps / 25 for fault in FAULTS) and first["clean"] > 0.6 * steps
 
 
@@ -82,7 +82,7 @@ def test_faults_saves_and_loads_leave_the_training_without_them(steps: int) -> N
     """It raises where loss or state differ. Gradients accumulate, over a rate that falls."""
     faults = {"gradient": 50, "spike": 30, "update": 15, "rank": 20, "load": 15, "new engine": 10, "evaluation": 20}
     options = Options(steps, seed=4, often=2.5, faults=faults, samples=6, stage=1, dtype="bfloat16")
-    first, second = run_ranks(2, beside_a_training_without_faults, options, timeout=240.0)
+    first, second = run_ranks(2, beside_a_training_without_faults, options)
     assert first.counts == second.counts and set(first.counts) == {*faults, "none", "save"}
     assert first.positions > steps / 4 and first.compared > 2
 

@@ -19,7 +19,6 @@ from tests.unit.support.steps import exact_gradients, state_by_key
 SHAPES = [(30, 20), (8, 8), (20, 36), (5,), (2, 3), (4,)]
 STRADDLING, WHOLE, TINY = (30, 20), (8, 8), (2, 3)
 CASES = [(2, STRADDLING), (2, WHOLE), (3, STRADDLING), (3, TINY), (4, STRADDLING), (4, WHOLE), (4, TINY)]
-SECONDS = 60.0
 
 
 def engine_of(config: dict[str, Any]) -> Any:

@@ -11,17 +11,17 @@ ranks than there are GPUs is skipped. ``DS_MUON_TEST_DEFAULTS`` is of ``tests/un
 from __future__ import annotations
 
 import atexit
-import contextlib
 import multiprocessing as mp
 import os
 import pickle
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -29,6 +29,8 @@ DEVICE = os.environ.get("DS_MUON_TEST_DEVICE", "cpu")
 if DEVICE == "cpu":
     # DeepSpeed's own Muon is compiled, on a CPU for minutes and to no use. Ranks inherit it.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+# On CPU ranks Triton's interpreter runs the kernels that a test asks for.
+INTERPRETER = {"TRITON_INTERPRET": "1"} if DEVICE == "cpu" else {}
 PRELOADED: tuple[str, ...] = ("deepspeed", "ds_muon", "ds_muon.verify", "torch._dynamo")
 # After one rank has failed, how long the others may take before they are taken for stuck in a collective.
 _GRACE_SECONDS = 15.0
@@ -44,10 +46,9 @@ class RankFailure(AssertionError):
 
 class _Workers:
     def __init__(self, world_size: int) -> None:
-        context = mp.get_context(_start_method)
-        if _start_method == "forkserver":
-            # The server imports these once; every worker is forked from it.
-            context.set_forkserver_preload([*PRELOADED])
+        context = mp.get_context("forkserver")
+        # The server imports these once; every worker is forked from it.
+        context.set_forkserver_preload([*PRELOADED])
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -56,7 +57,8 @@ class _Workers:
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank, world_size, self.port), daemon=True)
-            process.start()
+            with mock.patch.dict(os.environ, INTERPRETER):  # which the server keeps, and hands on
+                process.start()
             theirs.close()
             self.connections.append(ours)
             self.processes.append(process)
@@ -96,10 +98,9 @@ class _Workers:
 
 
 _running: dict[int, _Workers] = {}
-_start_method = "forkserver"
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 240.0) -> list[Any]:
     """Call ``function(*args)`` on ``world_size`` ranks and return what each returned.
 
     Raises:
@@ -119,22 +120,6 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         if len(failure.errors) < world_size or any("hangs" in e or "died" in e for e in failure.errors.values()):
             _running.pop(world_size).stop()
         raise
-
-
-@contextlib.contextmanager
-def new_ranks(**environment: str) -> Iterator[None]:
-    """Within this context ranks are processes of their own that import everything under these variables."""
-    global _running, _start_method
-    before = _running, _start_method
-    _running, _start_method = {}, "spawn"
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in environment.items():
-                patch.setenv(name, value)
-            yield
-    finally:
-        stop_all()
-        _running, _start_method = before
 
 
 @atexit.register
