@@ -193,6 +193,11 @@ def address(node: int) -> str:
     return f"10.77.0.{node + 1}"
 
 
+def path(*folders: Path) -> str:
+    """Where processes find modules: this tree, and what this process was told."""
+    return os.pathsep.join(filter(None, [str(ROOT), *map(str, folders), os.environ.get("PYTHONPATH")]))
+
+
 def launch(names: list[str], optimizer: str, steps: int, folder: Path) -> dict[str, Any]:
     """Start every node's ranks by the launcher, wait for them, and read what rank 0 found."""
     from ds_muon import leash
@@ -201,7 +206,7 @@ def launch(names: list[str], optimizer: str, steps: int, folder: Path) -> dict[s
     hostfile.write_text("".join(f"{address(node)} slots={RANKS}\n" for node in range(NODES)))
     threads = str(max(1, (os.cpu_count() or 1) // (NODES * RANKS)))
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": DEVICE, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": threads}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment["PYTHONPATH"] = path()
     running, logs = [], []
     try:
         for node, name in enumerate(names):
@@ -232,7 +237,7 @@ def planned_by_command(folder: Path) -> int:
     out = folder / "plan.json"
     ranks = ["--world-size", str(NODES * RANKS), "--ranks-per-node", str(RANKS)]
     command = [sys.executable, "-m", "ds_muon.cli", "plan", "--model", "emulate_nodes:factory", *ranks]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")])}
+    environment = {**os.environ, "PYTHONPATH": path(ROOT / "scripts")}
     subprocess.run([*command, "--json", str(out)], check=True, env=environment, capture_output=True)
     (costs,) = (value for key, value in json.loads(out.read_text()).items() if key != "routing")
     return int(costs[0]["busiest_bytes_between_nodes"])
