@@ -410,7 +410,7 @@ def published(options: Options, ranks: list[Found], device: str, arguments: str)
             {"name": "the rank where it grows most"},
             *({"name": name, "format": ",.1f"} for name in ("second quarter", "last quarter", "growth")),
         ],
-        "rows": [[TITLES[name], *map(lambda x: round(x, 1), values)] for name, *values, _ in rows_of(ranks)],
+        "rows": [[TITLES[name], *(round(x, 1) for x in values)] for name, *values, _ in rows_of(ranks) if any(values)],
         "curves": {name: [round(getattr(s, name), 4) for s in first.samples] for name in names},
     }
 

@@ -75,14 +75,16 @@ def test_after_an_error_the_kernels_are_launched_again(kernels: Any) -> None:
     assert kernels.product is product and Beside.inside == 0
 
 
-@pytest.mark.parametrize("reason", ["an older Triton", "one core"])
+@pytest.mark.parametrize("reason", ["Triton 3.4", "Triton 3.5", "one core"])
 def test_nothing_is_done_where_nothing_can_be_gained(
     kernels: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if reason == "one core":
         monkeypatch.setattr(ahead, "_threads", lambda: 1)
-    else:
+    elif reason == "Triton 3.4":
         monkeypatch.delattr(ahead.triton, "AsyncCompileMode")
+    else:
+        monkeypatch.setattr(ahead.triton, "AsyncCompileMode", lambda executor: 1 // 0)
     ahead.compile_ahead(kernels, launched_by(kernels))
     assert not kernels.product.compiled and not kernels.product.launched
 
