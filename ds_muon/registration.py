@@ -22,9 +22,11 @@ from ds_muon.agree import RollCall, agree, gather, leave_word, raise_together
 from ds_muon.checkpoints import engine_methods
 from ds_muon.config import OPTIMIZER_TYPE
 from ds_muon.deepspeed_parts import SCHEDULES, check_parts
+from ds_muon.dtypes import DTYPES
 from ds_muon.learning_rates import far_off
 from ds_muon.optimizer import DSMuon
 from ds_muon.param_groups import split_param_groups
+from ds_muon.passes import compile_ahead
 from ds_muon.preparation import prepare
 from ds_muon.refusals import DSMuonRefusal
 from ds_muon.routing import Routing
@@ -168,6 +170,15 @@ def _configure_zero_optimizer(original: Callable[..., Any], engine: Any, optimiz
         zero_optimizer = original(optimizer)
     finally:
         deepspeed_engine.DeepSpeedZeroOptimizer = usual
+    if not zero_optimizer.cpu_offload:
+        compile_ahead(
+            zero_optimizer.accelerator,
+            momentum=optimizer.config.momentum,
+            nesterov=optimizer.config.nesterov,
+            momentum_dtype=DTYPES[optimizer.config.momentum_dtype],
+            result_dtype=zero_optimizer.newton_schulz.dtype,
+            weight_decay=optimizer.param_groups[0]["weight_decay"],
+        )
     if every := optimizer.config.verify_every:
         from ds_muon.verify.in_training import TrainingCheck
 

@@ -69,8 +69,8 @@ class MuonZeroOptimizer(MuonZeroBase):
         config = init_optimizer.config
         self.newton_schulz = config.newton_schulz(self.accelerator)
         self.steps = 0
-        self._rank = dist.get_rank(self.dp_process_group)
-        self._capture = NanCapture(self._rank)
+        rank = dist.get_rank(self.dp_process_group)
+        self._capture = NanCapture(rank)
         groups = [group["name"] for group in init_optimizer.param_groups]
         rules = (config.nan_guard, config.grad_norm_skip_threshold)
         self.failure = Failure(self.dp_process_group)
@@ -81,7 +81,7 @@ class MuonZeroOptimizer(MuonZeroBase):
             MuonGroup(
                 group,
                 [name for name, _ in self.shapes(i)],
-                self._rank,
+                rank,
                 self.dp_process_group,
                 self.newton_schulz,
                 adjust_lr_fn=config.adjust_lr_fn,

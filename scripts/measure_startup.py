@@ -97,7 +97,8 @@ def watch_the_trial(*, one_thread: bool) -> list[float]:
 
 def run(name: str, cache: Path, options: argparse.Namespace) -> dict[str, Any]:
     """One process."""
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": path}
     environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     environment["MASTER_PORT"] = str(options.port)
     sizes = ["--layers", str(options.layers), "--width", str(options.width)]

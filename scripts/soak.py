@@ -1,7 +1,7 @@
 """Train for as long as it is told, with all that goes wrong in a long run, beside a training to which nothing happens.
 
     deepspeed --num_accelerators 2 scripts/soak.py --steps 5000               # on CPU with DS_ACCELERATOR=cpu
-    deepspeed --num_accelerators 1 scripts/soak.py --steps 20000 --minutes 2.4 --often 0.25
+    deepspeed --num_accelerators 1 scripts/soak.py --steps 20000 --minutes 4 --often 0.25 --accumulation 1
     deepspeed --num_accelerators 2 scripts/soak.py --minutes 600 --json soak.json --picture soak.svg
 
 At seeded random: a gradient of one rank that is not finite, a spike of the gradient, an update that is not finite, with
@@ -74,7 +74,7 @@ class Options:
         seconds: after which it ends in any case.
         often: by what the number of faults and saves is multiplied.
         faults: see ``FAULTS``.
-        samples: how many times a rank looks at what it holds.
+        samples: how many times a rank looks at what it holds, at least: it does each 100 steps.
     """
 
     steps: int
@@ -215,7 +215,9 @@ class Soak:
         """Train to the end, and until both have come equally far."""
         options, start = self.options, time.monotonic()
         samples: list[Sample] = []
-        every, save_every = max(1, options.steps // options.samples), max(2, round(SAVE_EVERY / options.often))
+        # Of a run that is ended by the clock, too.
+        every = min(100, max(1, options.steps // options.samples))
+        save_every = max(2, round(SAVE_EVERY / options.often))
         kinds = [kind for kind, often in options.faults.items() for _ in range(often)]
         step = 0
         try:
@@ -408,7 +410,7 @@ def published(options: Options, ranks: list[Found], device: str, arguments: str)
             {"name": "the rank where it grows most"},
             *({"name": name, "format": ",.1f"} for name in ("second quarter", "last quarter", "growth")),
         ],
-        "rows": [[TITLES[name], *map(lambda x: round(x, 1), values)] for name, *values, _ in rows_of(ranks)],
+        "rows": [[TITLES[name], *(round(x, 1) for x in values)] for name, *values, _ in rows_of(ranks) if any(values)],
         "curves": {name: [round(getattr(s, name), 4) for s in first.samples] for name in names},
     }
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from inspect import signature
 from types import ModuleType
 from typing import Any
 
@@ -18,16 +19,16 @@ _MOST_THREADS = 16
 def compile_ahead(kernels: ModuleType, launch: Callable[[], object]) -> None:
     """Compile in threads what ``launch`` would launch of a module's kernels, and launch nothing.
 
-    Nothing is done where Triton cannot do that, before 3.5 and in its interpreter, or where there is one core for a
+    Nothing is done where Triton cannot do that, before 3.6 and in its interpreter, or where there is one core for a
     rank: a kernel is then compiled when it is first launched. What the compiler raises is raised by that launch, too.
 
     Args:
         kernels: those with a public name. No other thread may launch any of them meanwhile.
     """
-    beside = getattr(triton, "AsyncCompileMode", None)
+    beside: Callable[..., Any] = getattr(triton, "AsyncCompileMode", object)
     found = {name: of for name, of in vars(kernels).items() if isinstance(of, triton.JITFunction) and name[0] != "_"}
     threads = _threads()
-    if beside is None or not found or threads == 1:
+    if "ignore_errors" not in signature(beside).parameters or not found or threads == 1:
         return
     with ExitStack() as stack:
         for name, kernel in found.items():

@@ -8,9 +8,10 @@ of ``sum_of_squares``).
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, wraps
 from types import ModuleType
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ __all__ = [
     "advance_momentum_",
     "apply_update_",
     "chunk_on",
+    "compile_ahead",
     "compile_for_host",
     "rows_of",
     "store_updates",
@@ -60,6 +62,13 @@ def compile_for_host() -> ModuleType | None:
     except Exception as error:  # no compiler, no ninja, a folder that cannot be written
         log(f"the host's part of a step runs on torch's operations, many times slower: {error}", logger=__name__)
     return _COMPILED.get("host")
+
+
+def compile_ahead(device: torch.device, **settings: Any) -> None:
+    """Have the kernels of a first step compiled side by side, where there are any: ``triton_passes.compile_ahead``."""
+    if device.type != "cpu" and (kernels := _in_triton(device)) is not None:
+        with suppress(Exception):  # whatever it is, the first launch says what is wrong
+            kernels.compile_ahead(device, **settings)
 
 
 def _kernels(device: torch.device) -> ModuleType | None:

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ds_muon.kernels import elementwise
+from ds_muon.kernels import ahead, elementwise
 from ds_muon.kernels.launch import addresses_of, ceil_div, on
-from ds_muon.passes.segments import BLOCK, SPAN, Segments, Where
+from ds_muon.layout import Piece
+from ds_muon.passes.segments import BLOCK, SPAN, Held, Segments, Where
 from ds_muon.passes.torch_passes import of_matrices
 
 # Side of the square of a matrix that one program works on.
@@ -34,6 +35,8 @@ def advance_momentum_(
     into: None = None,
 ) -> None:
     """See ``torch_passes.advance_momentum_``. ``into`` is for the host alone."""
+    if into is not None:
+        raise ValueError("the kernels write U in place of the gradient")
     numel = _elements(gradient, momentum_buffer)
     if numel:
         with on(gradient.device):
@@ -110,6 +113,33 @@ def sum_of_squares(x: Tensor, segments: Segments | None = None) -> Tensor:
                 sums, segments.first_pieces, totals, BLOCK=PIECES, num_warps=1
             )
     return totals if segments.striped is None else of_matrices(totals, x, segments)
+
+
+def compile_ahead(
+    device: torch.device,
+    *,
+    momentum: float,
+    nesterov: bool,
+    momentum_dtype: torch.dtype,
+    result_dtype: torch.dtype,
+    weight_decay: float,
+) -> None:
+    """Compile side by side what the first step launches with these settings, but for NorMuon's rows and strips."""
+    rows, cols = SIDE, 2 * SIDE
+    flat = torch.empty(rows * cols, dtype=torch.float32, device=device)
+    segments = Segments.of([Held(Piece((), 0, rows, cols), 0, 0, flat.numel())], flat.numel(), device)
+    where = Where(segments, torch.ones(1, dtype=torch.bool, device=device))
+    outputs = torch.empty(2, rows, cols, dtype=result_dtype, device=device)
+
+    def launch() -> None:
+        sum_of_squares(flat)
+        sum_of_squares(flat, segments)
+        buffer = flat.to(momentum_dtype)
+        advance_momentum_(flat, buffer, momentum=momentum, nesterov=nesterov, where=where)
+        store_updates(outputs, [flat.view(rows, cols)] * len(outputs))
+        apply_update_(flat, flat, lr=0.0, weight_decay=weight_decay, where=where)
+
+    ahead.compile_ahead(elementwise, launch)
 
 
 def _flags(where: Tensor | Where | None) -> tuple[Tensor | None, ...]:

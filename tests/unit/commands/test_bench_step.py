@@ -397,7 +397,8 @@ def test_one_failing_rank_ends_the_run(method: str, monkeypatch: pytest.MonkeyPa
     """While it builds an engine, or in a round."""
     candidates = make_candidates(["dsmuon"], {}, None, on_cpu=True)
     small = task("tiny", micro_batch=1, sequence=16, rounds=1, candidates=candidates)
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "FAILING": method, "PYTHONPATH": str(Path.cwd())}
+    path = os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "FAILING": method, "PYTHONPATH": path}
     begun = time.monotonic()
     with pytest.raises(RanksFailed, match="failed on rank 1: RuntimeError: rank 1 is at fault"):
         run_ranks("tests.unit.support.failing_rank", ["--task", small.to_json()], 2, Run.read, environment)

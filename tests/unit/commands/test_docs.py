@@ -34,7 +34,7 @@ OPTIONS_OF_OTHERS = {
 }
 KEYS_OF_DEEPSPEED = {
     *("type", "reduce_scatter", "gradient_clipping", "overlap_comm", "grad_accum_dtype"),
-    *("compute_grad_norm", "device", "pin_memory"),
+    *("compute_grad_norm", "device", "pin_memory", "torch_adam"),
 }
 
 

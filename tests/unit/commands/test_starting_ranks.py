@@ -66,7 +66,8 @@ def test_a_rank_that_a_signal_ended_is_told_of(tmp_path: Path) -> None:
     """Also where the ranks that it left behind have something to say."""
     lines = ["import os, time", "if os.environ['RANK'] == '1':", "    os.kill(os.getpid(), 9)", "time.sleep(600)"]
     (tmp_path / "ended.py").write_text("\n".join(lines))
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path}
     with pytest.raises(RanksFailed, match="a rank was ended by SIGKILL: as the system does when memory runs out"):
         run_ranks("ended", [], 2, lambda path: None, environment)
     log = f"{FAILED} 0: RuntimeError: Connection closed by peer\n{END_OF_FAILURE}\n[...] exits with return code = -11\n"

@@ -7,11 +7,13 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.unit.support.interpreter import defining_kernels
 
 with defining_kernels():
-    from ds_muon.kernels import ahead
+    from ds_muon.kernels import ahead, elementwise
+    from ds_muon.passes import triton_passes
 
 
 class Kernel:
@@ -73,14 +75,16 @@ def test_after_an_error_the_kernels_are_launched_again(kernels: Any) -> None:
     assert kernels.product is product and Beside.inside == 0
 
 
-@pytest.mark.parametrize("reason", ["an older Triton", "one core"])
+@pytest.mark.parametrize("reason", ["Triton 3.4", "Triton 3.5", "one core"])
 def test_nothing_is_done_where_nothing_can_be_gained(
     kernels: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if reason == "one core":
         monkeypatch.setattr(ahead, "_threads", lambda: 1)
-    else:
+    elif reason == "Triton 3.4":
         monkeypatch.delattr(ahead.triton, "AsyncCompileMode")
+    else:
+        monkeypatch.setattr(ahead.triton, "AsyncCompileMode", lambda executor: 1 // 0)
     ahead.compile_ahead(kernels, launched_by(kernels))
     assert not kernels.product.compiled and not kernels.product.launched
 
@@ -91,3 +95,19 @@ def test_ranks_of_a_node_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> Non
     for ranks, threads in (("", 16), ("1", 16), ("4", 8), ("64", 1)):
         monkeypatch.setenv("LOCAL_SIZE", ranks)
         assert ahead._threads() == threads
+
+
+def test_the_kernels_of_a_first_step_are_all_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = {name: Kernel() for name, of in vars(elementwise).items() if hasattr(of, "arg_names") and name[0] != "_"}
+    for name, kernel in kernels.items():
+        monkeypatch.setattr(elementwise, name, kernel)
+    monkeypatch.setattr(ahead, "compile_ahead", lambda module, launch: launch())
+    triton_passes.compile_ahead(
+        torch.device("cpu"),
+        momentum=0.95,
+        nesterov=True,
+        momentum_dtype=torch.bfloat16,
+        result_dtype=torch.float16,
+        weight_decay=0.1,
+    )
+    assert len(kernels) == 5 and all(kernel.launched for kernel in kernels.values())
