@@ -238,12 +238,8 @@ class MuonGroup:
             staying: how many of ``inputs`` have not travelled. They come first.
         """
         results: dict[str, Tensor] = {}
-        in_turns(
-            [
-                self._update_batch([inputs[i] for i in indices], bisect_left(indices, staying), results)
-                for indices in batches
-            ]
-        )
+        chosen = [([inputs[i] for i in indices], bisect_left(indices, staying)) for indices in batches]
+        in_turns([self._update_batch(batch, count, results) for batch, count in chosen])
         return results
 
     def _update_batch(self, batch: _Batch, count: int, results: dict[str, Tensor]) -> Iterator[None]:
@@ -255,30 +251,29 @@ class MuonGroup:
         if self.on_host is not None:
             travelled = [(m, copies.of(m, unit)) for m, unit in batch[count:]]
             yield from self.on_host.update(
-                batch[:count], scale, lambda lifted: self._results([*lifted, *travelled], count, results)
+                batch[:count], scale, lambda lifted: self._compute([*lifted, *travelled], count, results)
             )
             return
         inputs = [(m, copies.of(m, unit)) for m, unit in batch]
-        outputs, factors = self._results(inputs, count, results)
+        outputs, factors = self._compute(inputs, count, results)
         store_updates(outputs, [u for _, u in inputs[:count]], scale=scale, factors=factors)
         copies.put_back(batch[:count])
 
-    def _results(self, inputs: _Batch, count: int, results: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """O of the first ``count`` matrices, and NorMuon's factors of their rows; of the others both go to ``results``.
+    def _compute(self, inputs: _Batch, count: int, results: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """O of the first ``count`` matrices, and NorMuon's factors of their rows; None for plain Muon.
 
-        Of these, O has memory of its own; with factors, it is that of U.
+        Of the others, O times the factors goes to ``results``.
         """
         outputs = self.orthogonalize(inputs)
         factors = None
         if self.row_variance is not None:
             factors = self.row_variance.factors([m.name for m, _ in inputs], outputs, inputs[0][0].layout)
         if travelled := inputs[count:]:
-            # Copies, because views would keep the whole batch alive.
             made: Sequence[Tensor] = [u for _, u in travelled]
-            if factors is None:
-                made = outputs[count:].clone(memory_format=torch.contiguous_format).unbind()
-            else:
+            if factors is not None:
                 store_updates(outputs[count:], made, factors=factors[count:])
+            else:  # copies, because views would keep the whole batch alive
+                made = outputs[count:].clone(memory_format=torch.contiguous_format).unbind()
             results.update((m.name, o) for (m, _), o in zip(travelled, made, strict=True))
         return outputs[:count], None if factors is None else factors[:count]
 

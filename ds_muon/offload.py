@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ds_muon.passes import compile_for_host, store_updates, sum_of_squares
-from ds_muon.passes.lift import Goal, Lift
+from ds_muon.passes.lift import Goal, lift_to
 from ds_muon.plan.partition import Matrix
 from ds_muon.strips import Copies
 
@@ -70,9 +70,7 @@ class Ferry:
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._loops = compile_for_host()
         """Compiled passes; None if these cannot be had."""
-        self._lift: Lift | None = None
-        if self._loops is not None and (device.type == "cpu" or torch.version.hip is None):
-            self._lift = Lift(device, pinned=self._pinned)
+        self._lift = None if self._loops is None else lift_to(device, pinned=self._pinned)
 
     def up(self, matrices: Sequence[Tensor]) -> Journey:
         """Start to copy matrices to the accelerator.
@@ -136,7 +134,7 @@ class Ferry:
 
         Args:
             results: on the accelerator.
-            places: on the host, for each matrix of the only result; by default new memory for each result.
+            places: on the host, for some matrices of the only result each; by default new memory for each result.
         """
         # Copies first, because an iteration may use the memory of its result again.
         results = [result.clone(memory_format=torch.contiguous_format) for result in results]
@@ -146,7 +144,7 @@ class Ferry:
                 for result in results
             ]
         else:
-            results = [matrix for result in results for matrix in result.unbind()]
+            results = [part for result in results for part in torch.split(result, [len(place) for place in places])]
         if self.device.type != "cuda" or not results:
             return Journey([place.copy_(result) for place, result in zip(places, results, strict=True)], None)
         with self._beside("down", after=torch.cuda.current_stream(self.device)) as stream:
@@ -269,15 +267,17 @@ class HostPart:
             scale: of O.
 
         Returns:
-            (rows, cols) for each unit, of the dtype of O.
+            (count, rows, cols) for the units that lie behind each other, of the dtype of O.
         """
         if units:  # the largest of nothing is undefined
             self._largest.append(torch.linalg.vector_norm(outputs, ord=float("inf")).float() * scale)
-        places = [unit.view(-1).view(outputs.dtype)[: unit.numel()] for unit in units]
-        for unit, place in zip(units, places, strict=True):
-            offset = self._offset(unit)
+        places = []
+        for first, end in _neighbours(units):
+            offset, numel = self._offset(units[first]), outputs[first:end].numel()
+            place = self._partition.narrow(0, offset, numel).view(outputs.dtype)[:numel]
             self._landed[offset] = Stretch(offset, place, scale)
-        return [place.view_as(unit) for place, unit in zip(places, units, strict=True)]
+            places.append(place.view(end - first, *outputs.shape[1:]))
+        return places
 
     def stretches(self) -> Iterator[Stretch]:
         """The whole partition, in order."""
@@ -297,8 +297,9 @@ class HostPart:
         """The updates of so many elements, but for finite factors: (numel,) fp32, a copy."""
         values = self._partition.narrow(0, offset, numel).clone()
         for part in self._landed.values():
-            if offset <= part.offset < offset + numel:
-                values[part.offset - offset :][: part.update.numel()] = part.update
+            start, end = max(offset, part.offset), min(offset + numel, part.offset + part.update.numel())
+            if start < end:
+                values[start - offset : end - offset] = part.update[start - part.offset : end - part.offset]
         return values
 
     def sizes(self) -> Tensor:

@@ -69,8 +69,8 @@ class MuonZeroOptimizer(MuonZeroBase):
         config = init_optimizer.config
         self.newton_schulz = config.newton_schulz(self.accelerator)
         self.steps = 0
-        self._rank = dist.get_rank(self.dp_process_group)
-        self._capture = NanCapture(self._rank)
+        rank = dist.get_rank(self.dp_process_group)
+        self._capture = NanCapture(rank)
         groups = [group["name"] for group in init_optimizer.param_groups]
         rules = (config.nan_guard, config.grad_norm_skip_threshold)
         self.failure = Failure(self.dp_process_group)
@@ -81,7 +81,7 @@ class MuonZeroOptimizer(MuonZeroBase):
             MuonGroup(
                 group,
                 [name for name, _ in self.shapes(i)],
-                self._rank,
+                rank,
                 self.dp_process_group,
                 self.newton_schulz,
                 adjust_lr_fn=config.adjust_lr_fn,
@@ -140,18 +140,20 @@ class MuonZeroOptimizer(MuonZeroBase):
             findings = self.decide(gradients, verdict)
             if findings.updates == FAILED:
                 if any(gather(bool(gradients), self.dp_process_group)):
-                    self._release_gradients()  # a rank that was refused has not taken its own
+                    with self.failure.held("take_gradients"):
+                        self._release_gradients()  # a rank that was refused has not taken its own
                 self.failure.raise_on_all()
             # A spike or a bad kernel says nothing about the loss scale.
             self._update_scale(not findings.gradients_are_finite)
-            self._global_grad_norm = self._on_device(findings.norm) if self.compute_grad_norm else None
             self.overflow = not findings.allow_the_step
+            # By now the others commit as well. Of an error from here on they learn in the next step, or save.
+            with self.failure.held("commit"):
+                self._global_grad_norm = self._on_device(findings.norm) if self.compute_grad_norm else None
+                if not self.overflow:
+                    self.commit(gradients, findings)
             if self.overflow:
                 self.skips.explain(findings, bad_updates(self, gradients, findings), self.dynamic_loss_scale)
                 return
-            # By now the others commit as well. Of an error from here on they learn in the next step, or save.
-            with self.failure.held("commit"):
-                self.commit(gradients, findings)
         with self._timed(deepspeed_zero.OPTIMIZER_ALLGATHER_TIMER):
             self.update_lp_params()
 

@@ -73,18 +73,28 @@ ADVANCE(BFloat16, advance, float*, g)
 ADVANCE(float, advance_into, const float*, u, float* __restrict u)
 ADVANCE(BFloat16, advance_into, const float*, u, float* __restrict u)
 
-#define APPLY(name, T)                                                                                             \
-    VECTORIZED void name(float* __restrict w, const T* __restrict o, int64_t count, float scale, float lr,          \
-                         float keep) {                                                                              \
-        for (int64_t i = 0; i < count; ++i) w[i] = w[i] * keep - load(o[i]) * scale * lr;                           \
+// And what becomes of the weights, rounded, if they are to go anywhere.
+#define APPLY(T, name, ...)                                                                                  \
+    VECTORIZED void name(float* __restrict w, const T* __restrict o, int64_t count, float scale, float lr,   \
+                         float keep __VA_OPT__(,) __VA_ARGS__) {                                             \
+        for (int64_t i = 0; i < count; ++i) {                                                                \
+            float moved = w[i] * keep - load(o[i]) * scale * lr;                                             \
+            w[i] = moved;                                                                                    \
+            __VA_OPT__(store(moved, rounded[i]);)                                                            \
+        }                                                                                                    \
     }
-APPLY(apply, float)
-APPLY(apply, Half)
-APPLY(apply, BFloat16)
+#define APPLY_ALL(T)                             \
+    APPLY(T, apply)                              \
+    APPLY(T, apply, float* __restrict rounded)   \
+    APPLY(T, apply, Half* __restrict rounded)    \
+    APPLY(T, apply, BFloat16* __restrict rounded)
+APPLY_ALL(float)
+APPLY_ALL(Half)
+APPLY_ALL(BFloat16)
 
-#define ROUND(T)                                                                              \
+#define ROUND(T)                                                                                 \
     VECTORIZED void round_to(const float* __restrict w, T* __restrict rounded, int64_t count) {  \
-        for (int64_t i = 0; i < count; ++i) store(w[i], rounded[i]);                          \
+        for (int64_t i = 0; i < count; ++i) store(w[i], rounded[i]);                             \
     }
 ROUND(float)
 ROUND(Half)
@@ -216,17 +226,17 @@ int ds_muon_advance(float* g, void* m, float* u, Lift* lift, int bf16, int64_t c
 
 int ds_muon_apply(float* w, void* o, int dtype, void* rounded, Lift* lift, int rounded_dtype, int64_t count, float scale,
                   float lr, float keep) {
-    auto move = [=](int64_t i, int64_t n) {
-        with_type(dtype, o, [=](auto* typed) { apply(w + i, typed + i, n, scale, lr, keep); });
-    };
-    if (rounded_dtype < 0) in_blocks(count, move);
     int error = 0;
     with_type(rounded_dtype, rounded, [=, &error](auto* goal) {
         error = write_to(lift, goal, count, [=](int64_t i, int64_t n, auto* to) {
-            move(i, n);
-            round_to(w + i, to, n);
+            if (dtype < 0) round_to(w + i, to, n);
+            with_type(dtype, o, [=](auto* typed) { apply(w + i, typed + i, n, scale, lr, keep, to); });
         });
     });
+    if (rounded_dtype < 0)
+        in_blocks(count, [=](int64_t i, int64_t n) {
+            with_type(dtype, o, [=](auto* typed) { apply(w + i, typed + i, n, scale, lr, keep); });
+        });
     return error;
 }
 

@@ -1,4 +1,9 @@
-"""How what the host's compiled loops write reaches the accelerator while they go on writing."""
+"""How what the host's compiled loops write reaches the accelerator while they go on writing.
+
+A loop has the next slot to fill every tenth of a millisecond, and Python would need as long to queue the copy of the
+one before. So the loop queues it, by three functions of CUDA's driver that torch has loaded already; their addresses
+are all that is known of CUDA here, and nothing has to be compiled or linked against it.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SLOT_BYTES, SLOTS = 4 << 20, 4
-"""Together they stay in the caches of the host, where the copies find them, while other memory passes through. One is
-large enough for the bus, and for all threads."""
+SLOT_BYTES, SLOTS = 8 << 20, 4
+"""Few, so that the copies find them in the host's caches. Each is large enough for the bus, and for all threads."""
 
 
 class LiftFailed(RuntimeError):
@@ -26,7 +30,7 @@ class Lift(ctypes.Structure):
         pinned: whether the host's memory is pinned.
 
     Raises:
-        OSError: the accelerator has no driver of CUDA's.
+        OSError: there is no driver of CUDA's.
     """
 
     _fields_ = [
@@ -56,6 +60,16 @@ class Lift(ctypes.Structure):
             self._events = [torch.cuda.current_stream(device).record_event() for _ in range(SLOTS)]
             self._handles = (c_void_p * SLOTS)(*(event.cuda_event for event in self._events))
             self.events = ctypes.addressof(self._handles)
+
+
+def lift_to(device: torch.device, *, pinned: bool) -> Lift | None:
+    """A lift; None to accelerators that are not of CUDA, as those of ROCm and XPU."""
+    if device.type == "cpu" or (device.type == "cuda" and torch.version.hip is None):
+        try:
+            return Lift(device, pinned=pinned)
+        except OSError:
+            pass
+    return None
 
 
 @dataclass(frozen=True)

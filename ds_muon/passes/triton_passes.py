@@ -35,6 +35,8 @@ def advance_momentum_(
     into: None = None,
 ) -> None:
     """See ``torch_passes.advance_momentum_``. ``into`` is for the host alone."""
+    if into is not None:
+        raise ValueError("the kernels write U in place of the gradient")
     numel = _elements(gradient, momentum_buffer)
     if numel:
         with on(gradient.device):

@@ -52,10 +52,6 @@ class Work:
             of_node[rank // per_node] += elements
         return tuple(sorted(self.held, key=lambda piece: (-of_node[piece[0] // per_node], -piece[1], piece[0])))
 
-    def travels(self, owner: int) -> bool:
-        """Whether any slice must be sent to ``owner``."""
-        return any(rank != owner for rank, _ in self.held)
-
 
 def least_loaded_holders(works: Sequence[Work], world_size: int, ranks_per_node: int = 0) -> list[int]:
     """The owner of each matrix, if owners are holders: the least loaded one, the costliest straddling matrix first.
@@ -215,4 +211,5 @@ def _costliest_first(works: Sequence[Work]) -> list[int]:
 
 def _exchanges(works: Sequence[Work], owners: Sequence[int]) -> int:
     """The number of groups in which anything travels."""
-    return len({work.group for work, owner in zip(works, owners, strict=True) if work.travels(owner)})
+    owned = zip(works, owners, strict=True)
+    return len({work.group for work, owner in owned if any(rank != owner for rank, _ in work.held)})

@@ -179,11 +179,9 @@ class Plan:
         return tuple(moved)
 
     def seconds(self, rates: Rates = RATES, *, element_bytes: int = ELEMENT_BYTES) -> float:
-        """The time of a step by the model of ``owners``. Takes ``loads`` as floating-point operations.
+        """The time of a step by the model of ``owners``, for ``loads`` in floating-point operations.
 
-        Args:
-            rates: of the machine.
-            element_bytes: bytes per element that travels, both ways together.
+        Arguments as for ``make_plan``.
         """
         exchanges = sum(bool(group.travellers) for group in self.groups)
         between = self.moved_by_rank(rates.ranks_per_node or 1)

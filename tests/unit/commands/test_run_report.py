@@ -136,6 +136,7 @@ def test_what_verify_wrote_becomes_the_map_of_the_partitions(folder: Path) -> No
     ("name", "content", "words"),
     [
         ("run", None, "No such file or directory"),
+        ("x" * 5000, None, "File name too long"),
         ("state.json", b"{", "neither Trainer's trainer_state.json nor what ds-muon verify"),
         ("state.json", b'{"log_history": [1]}', "neither Trainer's trainer_state.json nor what ds-muon verify"),
         ("state.json", b'{"log_history": []}', "there is no number in it"),

@@ -220,6 +220,16 @@ def test_a_copy_that_cannot_be_queued_is_said_and_not_tried_again_in_torch(monke
     assert driver.copies == 2 and "apply_update_" not in passes._FAILED
 
 
+@pytest.mark.parametrize("kind", ["xpu", "cuda"])
+def test_without_a_driver_of_cuda_there_is_no_lift_and_nothing_is_said(
+    kind: str, capsys: pytest.CaptureFixture
+) -> None:
+    with mock.patch.object(ctypes, "CDLL", side_effect=OSError("libcuda.so.1: cannot open shared object file")):
+        assert lift.lift_to(torch.device(kind), pinned=False) is None
+    assert capsys.readouterr() == ("", "")
+    assert lift.lift_to(torch.device("cpu"), pinned=False) is not None
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 def test_matrices_in_strips_of_which_some_do_not_move_have_the_bits_of_torch(axis: int) -> None:
     piece = Piece((), 0, *((30, 40), (40, 30))[axis], (Strip(0, 10), Strip(10, 20)), axis)

