@@ -11,7 +11,7 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
-from torch.serialization import safe_globals
+from torch.serialization import get_safe_globals, safe_globals
 
 # A rate that a script has computed may be a number of numpy's, which is saved under a name of its version.
 _NUMBER = np.float64(0).__reduce__()[0]
@@ -30,8 +30,9 @@ def read_file(path: Path, *, trusted: bool = False) -> dict[str, Any]:
         ValueError: it cannot be read, is none of a checkpoint, or holds objects of other types.
     """
     options: dict[str, Any] = {"map_location": "cpu", "weights_only": not trusted}
+    allowed = get_safe_globals()  # by a script: these stay so
     try:
-        with safe_globals(_TYPES):
+        with safe_globals([of for of in _TYPES if of not in allowed]):
             try:
                 contents = torch.load(path, mmap=True, **options)
             except RuntimeError:  # another format than torch's present one

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 
 from ds_muon.checkpoints.reading import below, read_file
 from ds_muon.checkpoints.universal import file_of
@@ -34,6 +34,17 @@ def test_what_checkpoints_hold_is_read(tmp_path: Path) -> None:
     found = read_file(tmp_path / "shard.pt")
     assert torch.equal(found.pop("t"), contents.pop("t")) and found.pop("scaler").cur_scale == 2.0**8
     assert found == {**contents, "s": {1, 2}}
+
+
+def test_what_a_script_has_allowed_it_may_read_afterwards_as_well(tmp_path: Path) -> None:
+    path, others = tmp_path / "shard.pt", torch.serialization.get_safe_globals()
+    torch.save({"scaler": LossScaler(1.0)}, path)
+    with torch.serialization.safe_globals([LossScaler]):
+        read_file(path)
+        assert torch.load(path, weights_only=True)["scaler"].cur_scale == 1
+    assert set(torch.serialization.get_safe_globals()) == set(others)
+    read_file(path)
+    assert set(torch.serialization.get_safe_globals()) == set(others)
 
 
 @pytest.mark.parametrize(
