@@ -225,6 +225,7 @@ class MuonZeroBase(OffloadZero):
             Exception: a rank could not read what it will hold. The others raise a ``RuntimeError`` that quotes it.
         """
         self.failure.clear()
+        self._sent.clear()  # in a commit that has failed
         self._wait_for_offload_copies()
         with self.failure.held("load_checkpoint"):
             self._read(found, from_fp32_weights)

@@ -169,6 +169,28 @@ def test_alone_as_well_nothing_is_stepped_or_saved_after_a_failed_commit_until_a
     assert all(f"{load}. In load_checkpoint, step 4 since start" in error for error in then[5:])
 
 
+def load_another_dtype_after_a_failed_commit(folder: str) -> bool:
+    """Whether a model in bf16 holds the fp32 weights, rounded, of a checkpoint in fp16, after a commit that has failed."""
+    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 4}}
+    engine = start_groups(SHAPES, ds_config(dtype="float16", **fp16), groups=2)
+    train_step(engine, gradients_of(engine, 0))
+    engine.save_checkpoint(folder, tag="good")
+    good = full_weights(engine)
+    engine.destroy()
+    zero = {"offload_optimizer": {"device": "cpu"}}
+    engine = start_groups(SHAPES, ds_config(dtype="bfloat16", zero=zero), groups=2)
+    assert "none for AdamW" in fail_at("AdamW", engine, 0, lambda: train_step(engine, gradients_of(engine, 1)))
+    engine.load_checkpoint(folder)
+    assert all(torch.equal(weight, good[name]) for name, weight in full_weights(engine).items())
+    matches = model_matches(engine, good)
+    engine.destroy()
+    return matches
+
+
+def test_weights_that_had_gone_up_before_a_commit_failed_go_up_again_after_a_load(tmp_path: Path) -> None:
+    assert run_ranks(1, load_another_dtype_after_a_failed_commit, str(tmp_path)) == [True]
+
+
 # ---- a rank that is gone --------------------------------------------------------------------------------------------
 
 
