@@ -36,11 +36,13 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
     muon_groups: list[MuonGroup]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._arrived: dict[int, Tensor] = {}
-        """Parameters with a gradient in this step, in what this rank holds, and its sums of squares."""
+        self._arrived: dict[int, Tensor | None] = {}
+        """Parameters with a gradient in this step, in what this rank holds, and its sums of squares. None if a script
+        has written to it since."""
         self._squares: list[Tensor] = []
         """Of each group, if the gradients are still those that came down."""
         self._versions: list[int] = []
+        """Of each group's gradients, when this class last wrote to them."""
         self._segments: dict[int, Segments] = {}
         self._sent: set[int] = set()
         """Groups whose weights are on their way up in this step."""
@@ -88,6 +90,7 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
         self.clear_grad_attribute(param)
 
     def _bring_down(self, param: Tensor, group_index: int) -> None:
+        self._hear_of_writes()
         number = self.get_param_id(param)
         _, start, offset, numel = self.grad_position[number]
         gradient = self.get_gradient_for_reduction(param).detach().reshape(-1).narrow(0, start, numel)
@@ -106,6 +109,7 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
             total = before.add_(gradient)
         total = total.to(torch.float32)
         place.copy_(total, non_blocking=True)
+        self._versions = self._versions_now()
         self._note(number, total)
         self._record_gradient_stream(gradient, stream)
         self._record_offload_copy()
@@ -132,22 +136,31 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
         zeros = partial(torch.zeros, dtype=torch.float64, device=self.accelerator)
         sums = [zeros(0)]
         for number in map(self.get_param_id, self.params_in_partition[group_index]):
-            if number in self._arrived:
-                sums.append(self._arrived[number])
+            if (squares := self._arrived.get(number)) is not None:
+                sums.append(squares)
             elif (segments := self._segments_of(number)) is not None:
                 sums.append(zeros(segments.matrices))
         return torch.cat(sums) if group_index < len(self.muon_groups) else torch.cat(sums).sum()
 
     def update_offload_overflow_tracker(self, grad: Tensor | None) -> None:
-        """Hears of a gradient that a script has set after the backward pass: it is measured where it is."""
+        """Hears of a gradient that a script has set after a backward pass: all are measured where they are."""
+        self._arrived = dict.fromkeys(self._arrived)
         self._squares.clear()
+
+    def _hear_of_writes(self) -> None:
+        """The same of what a script has written to in place."""
+        if self._versions != self._versions_now():
+            self.update_offload_overflow_tracker(None)
+
+    def _versions_now(self) -> list[int]:
+        groups = self.single_partition_of_fp32_groups if self.cpu_offload else ()
+        return [flat.grad._version for flat in groups]
 
     def _begin_step(self) -> None:
         """Forget what is of the backward passes before this step, or of the step before."""
+        self._hear_of_writes()
         self._arrived.clear()
         self._sent.clear()
-        if self._versions != [flat.grad._version for flat in self.single_partition_of_fp32_groups if self.cpu_offload]:
-            self._squares.clear()  # a script has written to them
 
     def squares_on_the_way(self, group_index: int) -> Tensor | None:
         """``_squares_of_group``, unscaled, if that is what the host would find; else None."""
@@ -169,6 +182,7 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
 
     def _complete_gradients(self) -> None:
         """Bring down the sums in fp32, and zero what has no gradient in this step."""
+        self._hear_of_writes()
         for i, params in enumerate(self.params_in_partition):
             gradient = self.gradient_on_host(i)
             parts = [(number, *self.grad_position[number][2:]) for number in map(self.get_param_id, params)]
@@ -183,8 +197,9 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
                 if number not in self._arrived:
                     gradient.narrow(0, offset, numel).zero_()
             self.averaged_gradients[i] = [gradient]
-        self._squares = [self._squares_of_group(i) for i in range(len(self.params_in_partition))]
-        self._versions = [self.gradient_on_host(i)._version for i in range(len(self.params_in_partition))]
+        self._versions = self._versions_now()
+        if all(squares is not None for squares in self._arrived.values()):
+            self._squares = [self._squares_of_group(i) for i in range(len(self.params_in_partition))]
 
     @torch.no_grad()
     def round_weights(self) -> None:

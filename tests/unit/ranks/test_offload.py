@@ -326,6 +326,43 @@ def test_the_host_reads_gradients_before_they_move_only_if_a_script_has_set_them
     assert read and left["norm"] == pytest.approx(untouched["norm"] / 4)
 
 
+@pytest.mark.parametrize("how", ["set", "written"])
+def test_what_a_script_has_set_before_it_ends_a_step_by_itself_is_measured_anew(how: str) -> None:
+    by_itself = {"managed_gradient_accumulation": False}
+    (expected, _), (found, read) = (
+        run_ranks(
+            1, set_by_a_script, ds_config({"weight_decay": 0.1}, gradient_clipping=0.5, zero=ON_HOST, **more), how
+        )[0]
+        for more in ({}, by_itself)
+    )
+    assert read
+    assert_same(found, expected, of_adamw=())
+
+
+def repaired(repair: bool) -> tuple[dict[str, Tensor], int]:
+    """The weights after a step, and how many were skipped; a NaN of its first micro-batch may have been repaired."""
+    engine = start(Sometimes(PLAIN), ds_config(gradient_accumulation_steps=2, zero=ON_HOST))
+    gradients: list[Tensor | None] = [*exact_gradients(PLAIN, 0, engine.device)]
+    first = dict(engine.module.named_parameters())["p0"]
+    good, bad = gradients[0], gradients[0].clone()
+    bad[0, 0] = torch.nan
+    engine.backward(engine([bad if repair else good, *gradients[1:]]))
+    engine.step()
+    if repair:
+        safe_set_full_grad(first, (good / 2).float())
+    engine.backward(engine([None, *gradients[1:]]))
+    engine.step()
+    found = full_weights(engine), engine.skipped_steps
+    engine.destroy()
+    return found
+
+
+def test_a_gradient_that_is_repaired_between_micro_batches_is_that_of_the_step() -> None:
+    (found, skipped), (expected, _) = (run_ranks(1, repaired, repair)[0] for repair in (True, False))
+    assert skipped == 0
+    assert_same(found, expected, of_adamw=())
+
+
 # ---- what goes up ----------------------------------------------------------------------------------------------------
 
 

@@ -170,7 +170,7 @@ def test_alone_as_well_nothing_is_stepped_or_saved_after_a_failed_commit_until_a
 
 
 def load_another_dtype_after_a_failed_commit(folder: str) -> bool:
-    """Whether a model in bf16 holds the fp32 weights, rounded, of a checkpoint in fp16, after a commit that has failed."""
+    """Whether a model in bf16 holds the weights of a checkpoint in fp16, if it is loaded after a failed commit."""
     fp16 = {"fp16": {"enabled": True, "initial_scale_power": 4}}
     engine = start_groups(SHAPES, ds_config(dtype="float16", **fp16), groups=2)
     train_step(engine, gradients_of(engine, 0))
