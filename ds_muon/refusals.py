@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ds_muon.text import json_text
 
 # The DeepSpeed whose inside this package was written and tested against.
 SUPPORTED_DEEPSPEED = "0.19.8"
@@ -49,7 +52,7 @@ def config_refusals(config: Any, sequence_parallel: int) -> list[str]:
         sequence_parallel: ranks that share a sequence on the engine's device mesh; 1 without one.
     """
     zero = config.zero_config
-    stage = int(zero.stage)
+    stage, clip = int(zero.stage), config.gradient_clipping
     section = zero.offload_optimizer
     offload = "none" if section is None else getattr(section.device, "value", section.device)
     lines = []
@@ -64,6 +67,12 @@ def config_refusals(config: Any, sequence_parallel: int) -> list[str]:
     lines += [
         f"{key} = {value}: {instead}"
         for key, value, refused, instead in (
+            (
+                "gradient_clipping",
+                json_text(clip),
+                not isinstance(clip, int | float) or math.isnan(clip),
+                "it is not a number, and DeepSpeed asks for one at the first step; set one, such as 1.0, or 0 for none",
+            ),
             (
                 "torch_autocast.dtype",
                 "float16",

@@ -6,12 +6,12 @@
     DS_ACCELERATOR=cpu python scripts/measure_pays.py --quick --results pays.json
 
 The text is Python: the sources of the standard library and of the installed packages, as bytes. Every optimizer sees
-the same windows in the same order, under the same schedule (`decay`), at three rates: that is equal tokens. Then each
+the same windows in the same order, under the same schedule (`decay`), at several rates: that is equal tokens. Then each
 one but the fastest trains again at its best rate, for as many steps as take the time of the fastest, with the whole
 schedule in them: that is equal time. How many steps a run has follows from the minutes that all of them may take, and
 from the speed of AdamW at the start.
 
-Muon's AdamW half has AdamW's middle rate. DeepSpeed's Muon has gradient_clipping 0, since it clips its updates; the
+Muon's AdamW half has AdamW's first rate. DeepSpeed's Muon has gradient_clipping 0, since it clips its updates; the
 others have 1.0.
 """
 
@@ -22,6 +22,7 @@ import json
 import sys
 import time
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,9 @@ from ds_muon.files import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 SEED = 0
-ADAMW_RATES, MUON_RATES = (6e-4, 1.2e-3, 2.4e-3), (0.01, 0.02, 0.04)
-HALVES = {"adam_lr": ADAMW_RATES[1], "weight_decay": 0.1, "momentum": 0.95}
+# In the order in which they are tried: on until the best is none of the outer ones.
+ADAMW_RATES, MUON_RATES = (1.2e-3, 6e-4, 2.4e-3, 3e-4, 1.5e-4), (0.02, 0.01, 0.04)
+HALVES = {"adam_lr": ADAMW_RATES[0], "weight_decay": 0.1, "momentum": 0.95}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": {"type": "AdamW", "params": {"betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True}},
     "DSMuon": {"type": "DSMuon", "params": HALVES},
@@ -96,7 +98,8 @@ def best(optimizer: str, runs: dict[str, Any]) -> str | None:
 def jobs(runs: dict[str, Any], chosen: list[str]) -> list[Job]:
     """All that can be said now: runs at equal tokens, and once those are done, those at equal time."""
     # A rate of each first, so that a file that is cut short compares something.
-    found = [Job(name, rates(name)[place]) for place in (1, 0, 2) for name in chosen]
+    turns = zip_longest(*([Job(name, lr) for lr in rates(name)] for name in chosen))
+    found = [job for turn in turns for job in turn if job is not None]
     fastest = {name: runs[run]["ms_per_step"] for name in OPTIMIZERS if (run := best(name, runs)) is not None}
     if fastest.keys() == OPTIMIZERS.keys():
         least = min(fastest.values())
@@ -175,7 +178,7 @@ def measure(options: argparse.Namespace) -> None:
     bench = Bench(QUICK if options.quick else GPU, compiled=not (options.quick or options.no_compile))
     if "steps" not in results:
         ms = bench.run(Job("AdamW", ADAMW_RATES[1]), 60 if not options.quick else 4, evaluations=4).ms_per_step
-        count = 4 * len(MUON_RATES) + 3
+        count = sum(len(rates(name)) for name in OPTIMIZERS) + 3
         seconds = 60 * options.minutes / count - OVERHEAD
         steps = options.steps or max(8, int(1e3 * seconds / ms / SLOWER))
         results |= {"steps": steps, "scale": asdict(bench.scale), "seed": SEED}
@@ -209,9 +212,9 @@ def say(began: float, what: str) -> None:
 
 def at_equal_time(optimizer: str, runs: dict[str, Any]) -> dict[str, Any]:
     """Of the fastest it is the run at equal tokens."""
-    timed = [run for run in runs.values() if run["optimizer"] == optimizer and run["share"] != 1.0]
-    chosen: dict[str, Any] = timed[0] if timed else runs[best(optimizer, runs)]
-    return chosen
+    chosen: dict[str, Any] = runs[best(optimizer, runs)]
+    of_best = [run for run in runs.values() if (run["optimizer"], run["lr"]) == (optimizer, chosen["lr"])]
+    return min(of_best, key=lambda run: run["share"])
 
 
 def publish(results: dict[str, Any], commit: str) -> None:
@@ -224,7 +227,7 @@ def publish(results: dict[str, Any], commit: str) -> None:
     for name in OPTIMIZERS:
         losses = [last_loss(runs[Job(name, lr).name]) for lr in rates(name)]
         run, timed = runs[best(name, runs)], at_equal_time(name, runs)
-        tried = ", ".join(f"{lr:g}: {loss:.4f}" for lr, loss in zip(rates(name), losses, strict=True))
+        tried = ", ".join(f"{lr:g}: {loss:.4f}" for lr, loss in sorted(zip(rates(name), losses, strict=True)))
         rows.append([f"`{name}`", tried, run["lr"], min(losses), run["ms_per_step"], timed["steps"], last_loss(timed)])
     measured = {
         "device": f"1 x {facts['device']}",
@@ -279,7 +282,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
             by_time.plot([step * run["ms_per_step"] / 1e3 for step in x], y, color=COLOURS[name], linewidth=2.0)
         by_tokens.set_xlabel("million bytes")
         by_time.set_xlabel("seconds of training")
-        by_tokens.set_title("held-out loss, nats per byte; three rates each", fontsize=10, loc="left")
+        by_tokens.set_title("held-out loss, nats per byte; several rates each", fontsize=10, loc="left")
         by_time.set_title("the best rate, a schedule that fits the time", fontsize=10, loc="left")
         least = min(ends)
         by_tokens.set_ylim(least - 0.02, least + 0.5)

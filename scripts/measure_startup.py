@@ -95,7 +95,7 @@ def watch_the_trial(*, one_thread: bool) -> list[float]:
     return seconds
 
 
-def run(name: str, cache: Path, options: argparse.Namespace) -> dict[str, Any]:
+def run(name: str, state: str, cache: Path, options: argparse.Namespace) -> dict[str, Any]:
     """One process."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": path}
@@ -107,7 +107,7 @@ def run(name: str, cache: Path, options: argparse.Namespace) -> dict[str, Any]:
     if done.returncode:
         raise SystemExit(done.stdout[-2000:] + done.stderr[-4000:])
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    print(f"{name:20} {cache.name:8}", *(f"{phase} {found[phase]:.2f}" for phase in PHASES), flush=True)
+    print(f"{name:20} {state:8}", *(f"{phase} {found[phase]:.2f}" for phase in PHASES), flush=True)
     return found
 
 
@@ -116,10 +116,10 @@ def measure(options: argparse.Namespace) -> dict[tuple[str, str], list[dict[str,
     runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
 
     def add(name: str, state: str, cache: Path) -> None:
-        runs.setdefault((name, state), []).append(run(name, cache, options))
+        runs.setdefault((name, state), []).append(run(name, state, cache, options))
 
     with tempfile.TemporaryDirectory() as folder:
-        run("AdamW", Path(folder, "first"), options)  # brings the files into the system's cache
+        run("AdamW", "first", Path(folder, "first"), options)  # brings the files into the system's cache
         for turn in range(options.cold):
             for name in (*OPTIMIZERS, ONE_THREAD)[: None if turn == 0 else -1]:
                 shutil.rmtree(Path(folder, "cold"), ignore_errors=True)

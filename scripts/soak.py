@@ -242,6 +242,7 @@ class Soak:
                 shutil.rmtree(self.folder, ignore_errors=True)
             self.run.engine.destroy()
             self.plain.engine.destroy()
+            gc.unfreeze()
 
     def step(self, fault: str) -> None:
         """One step of the first training, or what a fault leaves of it; and of the second, if it is as far."""

@@ -38,11 +38,11 @@ def test_equal_time_is_run_at_the_best_rate_once_all_rates_are_known() -> None:
     ms = dict(zip(OPTIMIZERS, (10.0, 11.0, 12.5, 20.0), strict=True))
     runs: dict[str, Any] = {}
     at_equal_tokens = jobs(runs, [*OPTIMIZERS])
-    assert len(at_equal_tokens) == 12 and {job.share for job in at_equal_tokens} == {1.0}
+    assert len(at_equal_tokens) == 14 and {job.share for job in at_equal_tokens} == {1.0}
     for job in at_equal_tokens:
         loss = 1.0 + (job.lr != rates(job.optimizer)[2])
         found = {"optimizer": job.optimizer, "lr": job.lr, "share": 1.0, "ms_per_step": ms[job.optimizer]}
         runs[job.name] = {**found, "held_out_loss": {"python": [[0, 5.0], [8, loss]]}}
-    assert jobs(runs, [*OPTIMIZERS])[12:] == [
+    assert jobs(runs, [*OPTIMIZERS])[14:] == [
         Job(name, rates(name)[2], share=10.0 / ms[name]) for name in OPTIMIZERS if name != "AdamW"
     ]

@@ -149,6 +149,11 @@ CONFIGS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"sequence_parallel_size": 2, "data_parallel_size": 1},
         ["sequence_parallel_size = 2", "parallel_state_sp"],
     ),
+    "a blank": (
+        {"gradient_clipping": "auto"},
+        ['gradient_clipping = "auto"', "it is not a number", "set one, such as"],
+    ),
+    "no clipping": ({"gradient_clipping": float("nan")}, ['gradient_clipping = "NaN"', "0 for none"]),
     "elastic checkpoint": ({"zero": {"elastic_checkpoint": True}}, ["elastic_checkpoint = true", "set it to false"]),
     "deepcompile": ({"compile": {"deepcompile": True}}, ["compile.deepcompile = true", "set it to false"]),
     "unknown key": ({"params": {"ns_step": 3}}, ["ns_step", "ns_steps"]),
