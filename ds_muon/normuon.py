@@ -43,7 +43,6 @@ class RowVariance:
         self._moves = torch.empty(0, dtype=torch.bool, device="cpu")
         self._where: dict[tuple[str, ...], Tensor] = {}
         self._rows: dict[str, tuple[int, int]] = {}
-        self._of_tensor: dict[str, tuple[int, int]] = {}
         of_tensor: dict[str, list[tuple[int, Matrix]]] = {name: [] for name in names}
         matrices = [(unit.tensor, matrix) for unit in plan.units for matrix in unit.matrices]
         for place, (tensor, matrix) in enumerate(matrices):
@@ -56,7 +55,7 @@ class RowVariance:
                 self._rows[matrix.name] = (rows, matrix.sides[0])
                 places.append((place, matrix.sides[0]))
                 rows += matrix.sides[0]
-            self._of_tensor[name] = (first, rows - first)
+            self._rows[name] = (first, rows - first)
         # (2, matrices), in the order of their rows: place in the plan, and number of rows.
         self._matrices = torch.tensor(places, dtype=torch.int64, device="cpu").view(-1, 2).T.contiguous()
 
@@ -77,12 +76,8 @@ class RowVariance:
         self._moves = of_rows.view_as(variance)
 
     def of(self, variance: Tensor, name: str) -> Tensor:
-        """The (rows,) moments of one matrix, a view of the group's (rows, 1)."""
+        """The (rows,) moments of a matrix, or of all of a tensor one after another: a view of the group's (rows, 1)."""
         return variance.view(-1).narrow(0, *self._rows[name])
-
-    def of_tensor(self, variance: Tensor, name: str) -> Tensor:
-        """The (rows,) moments of all matrices of a tensor, one after another, a view as well."""
-        return variance.view(-1).narrow(0, *self._of_tensor[name])
 
     def factors(self, names: Sequence[str], orthogonal: Tensor, layout: Layout) -> Tensor:
         """Stage the moments of one batch of matrices and return the factor of each row.

@@ -265,7 +265,7 @@ class MuonZeroBase(OffloadZero):
             variance = self.optimizer.row_variance(i)
             if variance is not None and group.row_variance is not None:
                 for name, _ in self.shapes(i):
-                    group.row_variance.of_tensor(variance, name).copy_(found.row_variance(name))
+                    group.row_variance.of(variance, name).copy_(found.row_variance(name))
 
     def _restore_from_bit16_weights(self) -> None:
         """DeepSpeed's own, from the weights that the model holds, wherever a script has put them."""
