@@ -138,10 +138,10 @@ class StepGuard:
         return Verdict(squares, may_move, moves, numbers, on_its_way)
 
     def decide(self, verdict: Verdict, updates: Iterable[Tensor]) -> Findings:
-        """Whether to apply what is staged, the same on every rank. The only time in a step that the host waits.
+        """Whether to apply what is staged, the same on every rank. A collective.
 
-        A collective. A rank alone, with ``nan_guard`` "off", waits for the gradients' norms only, while the updates may
-        still be computed.
+        The host waits here, and without offload nowhere else in a step that is applied. A rank alone with ``nan_guard``
+        "off" waits for the gradients' norms only, while the updates may still be computed.
 
         Args:
             verdict: on the gradients.

@@ -129,7 +129,7 @@ class MuonGroup:
         moves: Tensor,
         advance: Callable[..., None] | None = None,
     ) -> Iterator[None]:
-        """Overwrite U with the update ``s O`` in this rank's partition; padding stays zero. A collective.
+        """Overwrite U with the update ``s O`` (on the host: see ``HostPart``); padding stays zero. A collective.
 
         Yields twice, while slices travel: the work of another group can hide that, see ``in_turns``. With NorMuon,
         normalizes the rows of O and stages their new variances for ``commit``.

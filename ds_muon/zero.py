@@ -5,19 +5,16 @@ groups and is a range in torch's profiler. ``stage`` moves the momentum, unless 
 ``commit`` moves weights, AdamW's state and NorMuon's variances.
 
 The host waits for the device once, in ``decide``: for the norms of the gradients, and for the byte that says whether a
-rank has failed (see ``failure``) and, with ``nan_guard`` on, whether all updates are finite. The phases before are
-queued without knowing the outcome. On a single rank with ``nan_guard`` "off" there is nothing to agree on, and
-``commit`` is queued while Newton-Schulz still runs.
+rank has failed (see ``failure``) and, with ``nan_guard`` on, whether all updates are finite. If one is not, the host
+waits again, to name it. The phases before are queued without knowing the outcome. On a single rank with ``nan_guard``
+"off" there is nothing to agree on, and ``commit`` is queued while Newton-Schulz still runs.
 
 With CPU offload the partitions are on the host, which then waits more often: for the gradients to come down, for the
 measures of all ranks before the momentum moves, and for every batch of O. A batch's momentum advances just before its U
 goes up, and ``commit`` sends weights to the model while it computes others.
 
 What surrounds a step is in ``zero_base``: gradients as the reduction leaves them, the model's weights, checkpoints.
-
-The files of a step, in reading order: this one; ``guard`` (measure, decide); ``optimizer`` (momentum, commit);
-``update`` and ``normuon`` (the rule); ``muon_group`` (stage), on ``plan/partition`` and ``plan/owners`` (who holds, who
-owns, what travels), ``exchange`` (slices there and back) and ``orthogonalize`` (its entry, then ``newton_schulz``).
+docs/how-it-works.md has the files of a step in reading order.
 """
 
 from __future__ import annotations
@@ -199,7 +196,10 @@ class MuonZeroOptimizer(MuonZeroBase):
 
     @profiled("stage")
     def stage(self, gradients: Sequence[Tensor], verdict: Verdict) -> None:
-        """Move the momentum and turn Muon's gradients, in place, into updates ``s O``; AdamW's stay. A collective."""
+        """Move the momentum and turn Muon's gradients, in place, into updates; AdamW's stay. A collective.
+
+        An update is ``s O``; on the host, O: see ``HostPart``.
+        """
         with self.failure.held("stage"):
             # Nothing is captured in a step that the gradients forbid.
             self._capture.start_step(self.steps, verdict.may_move)

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-1/2 optimizer around DSMuon's step: what it must not do, and how its state is saved and loaded."""
+"""DeepSpeed's ZeRO-1/2 optimizer around DSMuon's step: gradients, weights and checkpoints, without its own Muon."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class MuonZeroBase(OffloadZero):
     # ---- the model's weights --------------------------------------------------------------------------------------
 
     def update_lp_params(self, phase: str = "commit") -> None:
-        """DeepSpeed's own, in which a rank that fails takes part: the others gather. A collective.
+        """Round, gather and bind the model's weights. A collective: a rank that fails gathers, because the others wait.
 
         Args:
             phase: what it is part of.

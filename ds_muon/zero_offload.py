@@ -1,6 +1,6 @@
 """DeepSpeed's ZeRO-1/2 optimizer with CPU offload: gradients on their way to the host, and what else is at home there.
 
-Without offload everything here is DeepSpeed's own.
+Without offload gradients go DeepSpeed's own way. Weights are rounded to the model's here in either case.
 """
 
 from __future__ import annotations

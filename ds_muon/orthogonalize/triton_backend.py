@@ -85,7 +85,7 @@ class TritonProducts:
 
 
 class TritonBackend:
-    """See ``newton_schulz.Backend``. A batch is worked on in one piece of memory, which its result keeps alive.
+    """See ``backends.Backend``. A batch is worked on in one piece of memory, which its result keeps alive.
 
     Args:
         tile: see ``TritonProducts``.
