@@ -154,7 +154,7 @@ class StepGuard:
         else:
             byte = torch.full((1,), FINITE, dtype=torch.uint8, device=verdict.numbers.device)
             if self.nan_guard != "off":
-                with self.failure.held("decide"):
+                with self.failure.holding("decide"):
                     # A NaN survives in the largest magnitude.
                     largest = [torch.linalg.vector_norm(u, ord=float("inf")) for u in updates]
                     byte.copy_(torch.stack(largest).isfinite().all().logical_not())

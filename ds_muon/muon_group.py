@@ -89,8 +89,8 @@ class MuonGroup:
         first = sum(len(unit.matrices) for unit in plan.units[:index])
         self._here = slice(first, first + sum(len(unit.matrices) for unit, _ in self.held))
         self._segments: Segments | None = None
-        self._staying = [(unit, held) for unit, held in self.held if not unit.travels]
-        self._travelling = [(unit, held) for unit, held in self.held if unit.travels]
+        self._staying = [(unit, part) for unit, part in self.held if not unit.travels]
+        self._travelling = [(unit, part) for unit, part in self.held if unit.travels]
         self._runs = _runs(self._staying)
         self._order: tuple[_Batches, _Batches, _Batches] | None = None
         self._scales: dict[str, Tensor] = {}
@@ -120,7 +120,7 @@ class MuonGroup:
     def parts(self, start: int, end: int) -> list[Held]:
         """What lies between two elements of this rank's partition that cut no unit; offsets from the first."""
         first, last = (bisect_left(self.held, element, key=lambda of: of[1].offset) for element in (start, end))
-        return [Held(unit.piece, held.start, held.offset - start, held.numel) for unit, held in self.held[first:last]]
+        return [Held(unit.piece, part.start, part.offset - start, part.numel) for unit, part in self.held[first:last]]
 
     def updates(
         self,
@@ -142,7 +142,7 @@ class MuonGroup:
         """
         if advance is not None and self._ferry is not None:
             self.on_host = HostPart(partition, advance, self._ferry)
-            self.on_host.advance([partition.narrow(0, held.offset, held.numel) for _, held in self._travelling])
+            self.on_host.advance([partition.narrow(0, part.offset, part.numel) for _, part in self._travelling])
         gathering = self.exchange.gather(partition)
         self._met = 1
         if self.row_variance is not None and variance is not None:
@@ -185,7 +185,7 @@ class MuonGroup:
         """
         self._met = 0
         for turn in (1, 2, 3):
-            with failure.held("stage"):
+            with failure.holding("stage"):
                 next(updates, None)
             while self._met < turn:
                 self._meet(variance, moves)
@@ -217,15 +217,15 @@ class MuonGroup:
     def _scale_travellers(self, partition: Tensor) -> None:
         """Multiply what has travelled by ``s``: in Newton-Schulz's dtype O is exact without it."""
         alike: list[tuple[Tensor, float]] = []
-        for unit, held in self._travelling:
-            elements = partition.narrow(0, held.offset, held.numel)
+        for unit, part in self._travelling:
+            elements = partition.narrow(0, part.offset, part.numel)
             scales = [self._scale(matrix) for matrix in unit.matrices]
             if len(set(scales)) == 1:
                 alike.append((elements, scales[0]))
             else:  # strips of unequal sides
                 if unit.name not in self._scales:  # kept, because the host would wait for a copy
                     self._scales[unit.name] = elements.new_tensor([scales[label] for label in unit.piece.labels()])
-                scale_strips_(elements, unit.piece, held.start, self._scales[unit.name])
+                scale_strips_(elements, unit.piece, part.start, self._scales[unit.name])
         if alike := [(elements, scale) for elements, scale in alike if scale != 1.0]:
             torch._foreach_mul_([elements for elements, _ in alike], [scale for _, scale in alike])
 
@@ -302,13 +302,13 @@ class MuonGroup:
 def _runs(staying: Sequence[tuple[Unit, Slice]]) -> list[tuple[int, int, int, int]]:
     """Units of one shape that lie side by side: first element, number, rows and columns. Torch cuts a run at once."""
     runs: list[tuple[int, int, int, int]] = []
-    for unit, held in staying:
+    for unit, part in staying:
         if runs:
             offset, count, rows, cols = runs[-1]
-            if (rows, cols) == (unit.rows, unit.cols) and offset + count * rows * cols == held.offset:
+            if (rows, cols) == (unit.rows, unit.cols) and offset + count * rows * cols == part.offset:
                 runs[-1] = (offset, count + 1, rows, cols)
                 continue
-        runs.append((held.offset, 1, unit.rows, unit.cols))
+        runs.append((part.offset, 1, unit.rows, unit.cols))
     return runs
 
 

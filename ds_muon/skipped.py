@@ -167,7 +167,7 @@ def bad_updates(zero: MuonZeroBase, gradients: Sequence[Tensor], findings: Findi
     if findings.updates == FINITE:
         return ""
     found: list[tuple[list[str], list[str]]] = []
-    with zero.failure.held("decide"):
+    with zero.failure.holding("decide"):
         found = [
             (
                 _nonfinite(group, group.on_host.of if group.on_host else partial(gradients[i].narrow, 0)),
@@ -202,9 +202,9 @@ def _nonfinite(group: MuonGroup, values: Callable[[int, int], Tensor]) -> list[s
         values: of so many elements of the partition, from an offset on.
     """
     names: list[str] = []
-    for unit, held in group.held:
-        bad = values(held.offset, held.numel).isfinite().logical_not_()
+    for unit, part in group.held:
+        bad = values(part.offset, part.numel).isfinite().logical_not_()
         if bad.any():
-            elements = bad.nonzero().view(-1) + held.start
+            elements = bad.nonzero().view(-1) + part.start
             names += [unit.matrices[number].name for number in unit.piece.holding(elements)]
     return names

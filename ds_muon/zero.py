@@ -124,7 +124,7 @@ class MuonZeroOptimizer(MuonZeroBase):
         self.failure.step = self.steps
         gradients: list[Tensor] = []
         with self._timed(deepspeed_zero.OPTIMIZER_GRADIENTS_TIMER):
-            with self.failure.held("take_gradients"):
+            with self.failure.holding("take_gradients"):
                 if refusal := nothing_to_step_on(self):
                     raise DSMuonRefusal(refusal)
                 gradients = self.take_gradients()
@@ -137,14 +137,14 @@ class MuonZeroOptimizer(MuonZeroBase):
             findings = self.decide(gradients, verdict)
             if findings.updates == FAILED:
                 if any(gather(bool(gradients), self.dp_process_group)):
-                    with self.failure.held("take_gradients"):
+                    with self.failure.holding("take_gradients"):
                         self._release_gradients()  # a rank that was refused has not taken its own
                 self.failure.raise_on_all()
             # A spike or a bad kernel says nothing about the loss scale.
             self._update_scale(not findings.gradients_are_finite)
             self.overflow = not findings.allow_the_step
             # By now the others commit as well. Of an error from here on they learn in the next step, or save.
-            with self.failure.held("commit"):
+            with self.failure.holding("commit"):
                 self._global_grad_norm = self._on_device(findings.norm) if self.compute_grad_norm else None
                 if not self.overflow:
                     self.commit(gradients, findings)
@@ -180,7 +180,7 @@ class MuonZeroOptimizer(MuonZeroBase):
         muon, there = len(self.muon_groups), self.accelerator  # where ranks communicate
         squares: list[Tensor] = []
         if gradients:
-            with self.failure.held("measure"):
+            with self.failure.holding("measure"):
                 squares = [self._squares_here(i, gradient).to(there) for i, gradient in enumerate(gradients)]
         if self.failure.error is not None:
             sizes = [len(group.matrices) for group in self.plan.groups] + [1] * (len(self.bit16_groups) - muon)
@@ -200,7 +200,7 @@ class MuonZeroOptimizer(MuonZeroBase):
 
         An update is ``s O``; on the host, O: see ``HostPart``.
         """
-        with self.failure.held("stage"):
+        with self.failure.holding("stage"):
             # Nothing is captured in a step that the gradients forbid.
             self._capture.start_step(self.steps, verdict.may_move)
         turns = []

@@ -154,7 +154,7 @@ class MuonZeroBase(OffloadZero):
         Args:
             phase: what it is part of.
         """
-        with self.failure.held(phase):
+        with self.failure.holding(phase):
             self.round_weights()
         deepspeed_zero.all_gather_dp_groups(
             groups_flat=self.bit16_groups_flat,
@@ -163,7 +163,7 @@ class MuonZeroBase(OffloadZero):
             start_alignment_factor=self.nccl_start_alignment_factor,
             allgather_bucket_size=self.allgather_bucket_size,
         )
-        with self.failure.held(phase):
+        with self.failure.holding(phase):
             self._bind_model()
 
     def _bind_model(self, *, keep: bool = False) -> None:
@@ -226,12 +226,12 @@ class MuonZeroBase(OffloadZero):
         """
         self.failure.clear()
         self._wait_for_offload_copies()
-        with self.failure.held("load_checkpoint"):
+        with self.failure.holding("load_checkpoint"):
             self._read(found, from_fp32_weights)
         if from_fp32_weights and not found.is_of_dtype(self.bit16_groups_flat[0].dtype):
             # The engine has loaded weights that were rounded to another dtype.
             self.update_lp_params("load_checkpoint")
-        with self.failure.held("load_checkpoint"):
+        with self.failure.holding("load_checkpoint"):
             if from_fp32_weights:
                 self._bind_model(keep=True)
             else:

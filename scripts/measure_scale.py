@@ -99,7 +99,7 @@ def planned(shapes: Shapes, ranks: int, shrink: int = 1, rates: Rates = RATES) -
 
 def messages(plan: GroupPlan) -> Counter[int]:
     """By rank, how many others it sends slices to or receives them from; as many travel back."""
-    pairs = {(held.rank, unit.owner) for unit in plan.units for held in unit.slices if held.rank != unit.owner}
+    pairs = {(part.rank, unit.owner) for unit in plan.units for part in unit.slices if part.rank != unit.owner}
     return Counter(rank for pair in pairs for rank in pair)
 
 

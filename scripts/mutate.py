@@ -72,7 +72,7 @@ FAULTS = (
     Fault("zero", "            self.update_lp_params()\n", "", STEP),
     Fault(
         "zero_base",
-        "        with self.failure.held(phase):\n            self._bind_model()\n",
+        "        with self.failure.holding(phase):\n            self._bind_model()\n",
         "",
         "ranks/test_around_engine.py",
     ),
@@ -108,9 +108,9 @@ FAULTS = (
     Fault("passes/segments", "table.append((part.start - part.offset,", "table.append((part.start,", BLOCKS),
     Fault("passes/torch_passes", "dim=1 - piece.axis", "dim=piece.axis", BLOCKS),
     # ---- what travels
-    Fault("exchange", "flat.narrow(0, held.start, held.numel)", "flat.narrow(0, 0, held.numel)", EXCHANGE),
-    Fault("exchange", "partition.narrow(0, held.offset, held.numel)", "partition.narrow(0, held.start, held.numel)", EXCHANGE),
-    Fault("exchange", "if held.rank == rank)", "if held.rank != rank)", EXCHANGE),
+    Fault("exchange", "flat.narrow(0, part.start, part.numel)", "flat.narrow(0, 0, part.numel)", EXCHANGE),
+    Fault("exchange", "partition.narrow(0, part.offset, part.numel)", "partition.narrow(0, part.start, part.numel)", EXCHANGE),
+    Fault("exchange", "if part.rank == rank)", "if part.rank != rank)", EXCHANGE),
     Fault("plan/zero_layout", "taken = min(numel - start, partition_size - inside)", "taken = numel - start", PARTITION),
     Fault("plan/partition", "return self.holders != (self.owner,)", "return self.straddles", OWNERS),
     Fault("plan/zero_layout", "end = start + numels[index]", "end = start + numels[index] + 1", PARTITION),

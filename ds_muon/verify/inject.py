@@ -175,11 +175,11 @@ def _slice(zero: Any, replace: _Replace) -> None:
 
     def orthogonalize_slices(group: MuonGroup, plan: GroupPlan, begun: _Begun) -> None:
         partition, variance = begun.partition, begun.variance
-        for unit, held in plan.held(_rank(zero)):
+        for unit, part in plan.held(_rank(zero)):
             if not unit.straddles:
                 continue
             alone = partition.new_zeros(unit.rows, unit.cols)
-            alone.view(-1)[held.start : held.start + held.numel] = _held(begun.u, held)
+            alone.view(-1)[part.start : part.start + part.numel] = _held(begun.u, part)
             for matrix in unit.matrices:
                 (output,) = orthogonalize([matrix.piece.matrix(alone, matrix.number)], zero.newton_schulz)
                 if group.row_variance is not None and variance is not None:
@@ -190,7 +190,7 @@ def _slice(zero: Any, replace: _Replace) -> None:
                 matrix.piece.store(output, alone, matrix.number)
                 if not matrix.piece.strips:
                     alone = output
-            _held(partition, held).copy_(alone.reshape(-1)[held.start : held.start + held.numel])
+            _held(partition, part).copy_(alone.reshape(-1)[part.start : part.start + part.numel])
 
     _spoil_updates(zero, replace, orthogonalize_slices)
 
@@ -214,9 +214,9 @@ def _transposed(zero: Any, replace: _Replace) -> None:
         raise CannotVerify("no tall matrix lies whole on one rank")
 
     def transpose(group: MuonGroup, plan: GroupPlan, begun: _Begun) -> None:
-        for unit, held in plan.held(_rank(zero)):
+        for unit, part in plan.held(_rank(zero)):
             if is_tall(unit):
-                stored = _held(begun.partition, held)
+                stored = _held(begun.partition, part)
                 stored.copy_(stored.view(unit.rows, unit.cols).mT.reshape(-1))
 
     _spoil_updates(zero, replace, transpose)
@@ -408,8 +408,8 @@ def _spoil_updates(zero: Any, replace: _Replace, spoil: Callable[[MuonGroup, Gro
         replace("updates", updates, group)
 
 
-def _held(partition: Tensor, held: Slice) -> Tensor:
-    return partition.narrow(0, held.offset, held.numel)
+def _held(partition: Tensor, part: Slice) -> Tensor:
+    return partition.narrow(0, part.offset, part.numel)
 
 
 def _a_straddling_matrix(zero: Any) -> None:
