@@ -28,19 +28,19 @@ _Batch: TypeAlias = Sequence[tuple[Matrix, Tensor]]
 _Batches: TypeAlias = list[Sequence[int]]
 
 
-def in_turns(updates: Sequence[Iterator[None]]) -> None:
-    """Run the updates of several groups, so that slices of one travel while another computes. A collective.
+def in_turns(turns: Sequence[Iterator[None]]) -> None:
+    """Run the stages of several groups, so that slices of one travel while another computes. A collective.
 
     At most two groups hold gathered matrices at a time, because these take memory. Batches of a group go up from the
     host, and come down, in the same way.
 
     Args:
-        updates: ``MuonGroup.updates`` of each group, in the same order on every rank.
+        turns: ``MuonGroup.run_stage`` of each group, in the same order on every rank.
     """
-    for turn in range(len(updates) + 2):
-        for i in (turn, turn - 1, turn - 2):
-            if 0 <= i < len(updates):
-                next(updates[i], None)
+    for newest in range(len(turns) + 2):
+        for i in (newest, newest - 1, newest - 2):
+            if 0 <= i < len(turns):
+                next(turns[i], None)
 
 
 class MuonGroup:
@@ -76,7 +76,7 @@ class MuonGroup:
         """Where the rows of NorMuon's state lie; None for plain Muon."""
         self.held = plan.held(rank)
         """Each unit that this rank holds a slice of, with that slice."""
-        self.on_host: HostPart | None = None
+        self.host_part: HostPart | None = None
         """What this step's updates have left in a partition on the host."""
         self._settings = settings
         self._adjust_lr_fn = adjust_lr_fn
@@ -122,7 +122,7 @@ class MuonGroup:
         first, last = (bisect_left(self.held, element, key=lambda of: of[1].offset) for element in (start, end))
         return [Held(unit.piece, part.start, part.offset - start, part.numel) for unit, part in self.held[first:last]]
 
-    def updates(
+    def run_stage(
         self,
         partition: Tensor,
         variance: Tensor | None,
@@ -138,11 +138,11 @@ class MuonGroup:
             partition: (partition_size,) fp32; not to be touched until this has ended.
             variance: (rows, 1) fp32, NorMuon's current state; not modified. None for plain Muon.
             moves: (matrices,) bool, whether each of the plan's matrices moves. If not, its U is zero.
-            advance: as ``HostPart`` takes it; needed on the host, where ``on_host`` then has the updates.
+            advance: as ``HostPart`` takes it; needed on the host, where ``host_part`` then has the updates.
         """
         if advance is not None and self._ferry is not None:
-            self.on_host = HostPart(partition, advance, self._ferry)
-            self.on_host.advance([partition.narrow(0, part.offset, part.numel) for _, part in self._travelling])
+            self.host_part = HostPart(partition, advance, self._ferry)
+            self.host_part.advance([partition.narrow(0, part.offset, part.numel) for _, part in self._travelling])
         gathering = self.exchange.gather(partition)
         self._met = 1
         if self.row_variance is not None and variance is not None:
@@ -174,25 +174,25 @@ class MuonGroup:
         self._scale_travellers(partition)
 
     def in_any_case(
-        self, updates: Iterator[None], variance: Tensor | None, moves: Tensor, failure: Failure
+        self, turns: Iterator[None], variance: Tensor | None, moves: Tensor, failure: Failure
     ) -> Iterator[None]:
-        """``updates``, but all of its collectives take place, even if something raises, which ``failure`` then holds.
+        """``run_stage``, but all of its collectives take place, even if something raises, which ``failure`` then holds.
 
         Args:
-            updates: of this group, perhaps with something before.
-            variance, moves: as ``updates`` takes them.
+            turns: ``run_stage`` of this group, perhaps with something before.
+            variance, moves: as ``run_stage`` takes them.
             failure: of this rank.
         """
         self._met = 0
         for turn in (1, 2, 3):
             with failure.holding("stage"):
-                next(updates, None)
+                next(turns, None)
             while self._met < turn:
                 self._meet(variance, moves)
             yield
 
     def _meet(self, variance: Tensor | None, moves: Tensor) -> None:
-        """Begin the next collective of ``updates`` with nothing to give."""
+        """Begin the next collective of ``run_stage`` with nothing to give."""
         self._met += 1
         if self._met < 3:
             dtype = torch.float32 if self._met == 1 else self._result_dtype
@@ -229,17 +229,17 @@ class MuonGroup:
         if alike := [(elements, scale) for elements, scale in alike if scale != 1.0]:
             torch._foreach_mul_([elements for elements, _ in alike], [scale for _, scale in alike])
 
-    def _update(self, batches: _Batches, inputs: _Batch, staying: int) -> dict[str, Tensor]:
+    def _update(self, chosen: _Batches, inputs: _Batch, n_staying: int) -> dict[str, Tensor]:
         """Overwrite U with ``s O``, but for matrices that have travelled: of these, return O by name, without ``s``.
 
         Args:
-            batches: as indices of ``inputs``.
+            chosen: batches, as indices of ``inputs``.
             inputs: matrices, each with the U of its unit.
-            staying: how many of ``inputs`` have not travelled. They come first.
+            n_staying: how many of ``inputs`` have not travelled. They come first.
         """
         results: dict[str, Tensor] = {}
-        chosen = [([inputs[i] for i in indices], bisect_left(indices, staying)) for indices in batches]
-        in_turns([self._update_batch(batch, count, results) for batch, count in chosen])
+        counted = [([inputs[i] for i in indices], bisect_left(indices, n_staying)) for indices in chosen]
+        in_turns([self._update_batch(batch, count, results) for batch, count in counted])
         return results
 
     def _update_batch(self, batch: _Batch, count: int, results: dict[str, Tensor]) -> Iterator[None]:
@@ -248,9 +248,9 @@ class MuonGroup:
         On the host it yields while the batch goes up, and while it comes down.
         """
         copies, scale = Copies(), self._scale(batch[0][0])
-        if self.on_host is not None:
+        if self.host_part is not None:
             travelled = [(m, copies.of(m, unit)) for m, unit in batch[count:]]
-            yield from self.on_host.update(
+            yield from self.host_part.update(
                 batch[:count], scale, lambda lifted: self._compute([*lifted, *travelled], count, results)
             )
             return
@@ -291,7 +291,7 @@ class MuonGroup:
 
     def sizes(self, partition: Tensor) -> Tensor:
         """What is finite exactly if all updates in this rank's partition are. On the host, a number of each batch."""
-        return partition if self.on_host is None else self.on_host.sizes()
+        return partition if self.host_part is None else self.host_part.sizes()
 
     def commit(self, variance: Tensor | None) -> None:
         """Overwrite NorMuon's state with the staged variances."""
@@ -313,7 +313,7 @@ def _runs(staying: Sequence[tuple[Unit, Slice]]) -> list[tuple[int, int, int, in
 
 
 def order_batches(
-    matrices: Sequence[Matrix], staying: int, settings: NewtonSchulz, device: torch.device, most: int | None = None
+    matrices: Sequence[Matrix], n_staying: int, settings: NewtonSchulz, device: torch.device, most: int | None = None
 ) -> tuple[_Batches, _Batches, _Batches]:
     """The batches that a rank runs, as indices: before the gathered matrices arrive, with them, and after.
 
@@ -323,7 +323,7 @@ def order_batches(
 
     Args:
         matrices: the gathered ones come last. A batch has one layout: scale and NorMuon's rows depend on it.
-        staying: how many do not travel.
+        n_staying: how many do not travel.
         settings: of the iteration.
         device: of the matrices, when they are orthogonalized.
         most: bytes of U in a batch, as ``batches`` takes it.
@@ -335,15 +335,15 @@ def order_batches(
     def cost(indices: Iterable[int]) -> int:
         return sum(cost_of[shapes[i]] for i in indices)
 
-    travelling = set(shapes[staying:])
-    apart = 2 * cost(i for i in range(staying) if shapes[i] in travelling) > cost(range(staying))
+    travelling = set(shapes[n_staying:])
+    apart = 2 * cost(i for i in range(n_staying) if shapes[i] in travelling) > cost(range(n_staying))
     ready: _Batches = []
     waiting: _Batches = []
-    for first, end in [(0, staying), (staying, len(matrices))] if apart else [(0, len(matrices))]:
+    for first, end in [(0, n_staying), (n_staying, len(matrices))] if apart else [(0, len(matrices))]:
         for alike in ([i for i in range(first, end) if (i in in_out) is turned] for turned in (False, True)):
             for indices in batches([shapes[i] for i in alike], device, settings, most):
                 chosen = [alike[i] for i in indices]
-                (ready if chosen[-1] < staying else waiting).append(chosen)
+                (ready if chosen[-1] < n_staying else waiting).append(chosen)
     costs = [cost(indices) for indices in ready]
     before = sum(2 * done < sum(costs) for done in accumulate(costs, initial=0))
     return ready[:before], waiting, ready[before:]

@@ -64,7 +64,7 @@ class DSMuon(Optimizer):
         )
         self._adamw: AdamW | None = None
         self._where: dict[int, Where | None] = {}
-        self.on_host: ModuleType | None = None
+        self.host_passes: ModuleType | None = None
         """Compiled passes, if the partitions are on the host for CPU offload and these can be had."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -177,7 +177,7 @@ class DSMuon(Optimizer):
                 how: dict[str, Any] = {"where": where and where.starting(offset), "scale": scale, "rounded": rounded}
                 apply_update_(weight, update, lr=group["lr"], weight_decay=group["weight_decay"], **how)
         if self._adamw is not None:
-            self._adamw.step(self.adamw_groups, self.state, self.on_host)
+            self._adamw.step(self.adamw_groups, self.state, self.host_passes)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Refused: torch's own would put other tensors in the place of those that ZeRO has linked to parameters."""

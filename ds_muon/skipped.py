@@ -117,7 +117,7 @@ class Skips:
                 f"{self._evidence()[0]}"
             )
         if bad_updates:
-            if findings.updates == CAPTURED or self._nan_guard == "raise":
+            if findings.worst == CAPTURED or self._nan_guard == "raise":
                 evidence, captures = self._evidence()
                 go_on = 'nan_guard "skip" goes on without such steps'
                 if captures:
@@ -164,13 +164,13 @@ def bad_updates(zero: MuonZeroBase, gradients: Sequence[Tensor], findings: Findi
     Raises:
         Exception: a rank could not look at them. The others raise a ``RuntimeError`` that quotes it.
     """
-    if findings.updates == FINITE:
+    if findings.worst == FINITE:
         return ""
     found: list[tuple[list[str], list[str]]] = []
     with zero.failure.holding("decide"):
         found = [
             (
-                _nonfinite(group, group.on_host.of if group.on_host else partial(gradients[i].narrow, 0)),
+                _nonfinite(group, group.host_part.of if group.host_part else partial(gradients[i].narrow, 0)),
                 _nonfinite(group, partial(zero.optimizer.momentum_buffer(i).narrow, 0)),
             )
             for i, group in enumerate(zero.muon_groups)

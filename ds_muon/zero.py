@@ -135,7 +135,7 @@ class MuonZeroOptimizer(MuonZeroBase):
         with self._timed(deepspeed_zero.OPTIMIZER_STEP_TIMER):
             self.stage(gradients, verdict)
             findings = self.decide(gradients, verdict)
-            if findings.updates == FAILED:
+            if findings.worst == FAILED:
                 if any(gather(bool(gradients), self.dp_process_group)):
                     with self.failure.holding("take_gradients"):
                         self._release_gradients()  # a rank that was refused has not taken its own
@@ -205,27 +205,27 @@ class MuonZeroOptimizer(MuonZeroBase):
             self._capture.start_step(self.steps, verdict.may_move)
         turns = []
         for i, (group, moves) in enumerate(zip(self.muon_groups, verdict.moves, strict=True)):
-            updates = self._updates(i, gradients[i], moves) if gradients else iter(())
-            turns.append(group.in_any_case(updates, self.optimizer.row_variance(i), moves, self.failure))
+            of_group = self._stage_group(i, gradients[i], moves) if gradients else iter(())
+            turns.append(group.in_any_case(of_group, self.optimizer.row_variance(i), moves, self.failure))
         in_turns(turns)
 
-    def _updates(self, i: int, gradient: Tensor, moves: Tensor) -> Iterator[None]:
+    def _stage_group(self, i: int, gradient: Tensor, moves: Tensor) -> Iterator[None]:
         """Advance a group's momentum, turn its gradient into U, and U into updates; on the host batch by batch."""
         group, variance = self.muon_groups[i], self.optimizer.row_variance(i)
         where = group.where(gradient, moves.to(gradient.device))
         if self.cpu_offload:
             # The host looks at the flags here, so that it need not at each element.
             advance = partial(self.optimizer.advance_momentum_, i, gradient, None if where.flags.all() else where)
-            yield from group.updates(gradient, variance, moves, advance)
+            yield from group.run_stage(gradient, variance, moves, advance)
         else:
             self.optimizer.advance_momentum_(i, gradient, where)
-            yield from group.updates(gradient, variance, moves)
+            yield from group.run_stage(gradient, variance, moves)
 
     @profiled("decide")
     def decide(self, gradients: Sequence[Tensor], verdict: Verdict) -> Findings:
         """Decide with all ranks whether to commit; the host waits. A collective."""
-        updates = (group.sizes(g) for group, g in zip(self.muon_groups, gradients, strict=False))  # if it is asked for
-        return self.guard.decide(verdict, updates)
+        flats = (group.sizes(g) for group, g in zip(self.muon_groups, gradients, strict=False))  # if it is asked for
+        return self.guard.decide(verdict, flats)
 
     @profiled("commit")
     def commit(self, gradients: Sequence[Tensor], findings: Findings) -> None:
@@ -241,7 +241,7 @@ class MuonZeroOptimizer(MuonZeroBase):
         for flat, gradient in zip(weights, adamw, strict=True):
             flat.grad = gradient
         if self.cpu_offload:  # .grad stays, as the place for the next step's
-            parts = ((i, group.on_host) for i, group in enumerate(self.muon_groups))
+            parts = ((i, group.host_part) for i, group in enumerate(self.muon_groups))
             self.optimizer.step(staged=[() if part is None else self.sent_up(i, part) for i, part in parts])
         else:
             self.optimizer.step(staged=[[Stretch(0, update)] for update in muon])

@@ -48,7 +48,7 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
         """Between host and accelerator, with offload."""
         super().__init__(*args, **kwargs)
         if self.cpu_offload:
-            self.optimizer.on_host = compile_for_host()
+            self.optimizer.host_passes = compile_for_host()
             self.ferry = Ferry(self.accelerator, pinned=self.cpu_offload_pin_memory)
             if torch.get_num_threads() == 1 < len(os.sched_getaffinity(0)):
                 log("CPU offload has one thread of the host; set OMP_NUM_THREADS to the cores that a rank has")

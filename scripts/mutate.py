@@ -92,7 +92,7 @@ FAULTS = (
     Fault("guard", "squares.sum().isfinite() & (totals[-1] == 0)", "squares.sum().isfinite()", "ranks/test_around_engine.py"),
     Fault("guard", "op=dist.ReduceOp.MAX", "op=dist.ReduceOp.MIN", GUARD),
     Fault("guard", "torch.stack(largest).isfinite().all()", "torch.stack(largest).isfinite().any()", GUARD),
-    Fault("guard", "self.updates == FINITE and not self.stop", "self.updates == FINITE", "ranks/test_capture_in_a_step.py"),
+    Fault("guard", "self.worst == FINITE and not self.stop", "self.worst == FINITE", "ranks/test_capture_in_a_step.py"),
     # ---- a group's updates
     Fault("muon_group", "for elements, scale in alike if scale != 1.0]", "for elements, scale in alike if scale > 9]", STEP),
     Fault("muon_group", "scale=scale, factors=factors)", "factors=factors)", STEP),
@@ -101,7 +101,7 @@ FAULTS = (
     Fault("muon_group", "        gathering.wait()\n", "", GROUP),
     Fault("muon_group", "            self.row_variance.agree()\n        self._met = 3", "            pass\n        self._met = 3", NORMUON),
     Fault("muon_group", "        del gathering, gathered, inputs, results, outputs  # frees the gathered matrices\n", "", GROUP),
-    Fault("muon_group", "(turn, turn - 1, turn - 2)", "(turn, turn - 1, turn - 1)", GROUP),
+    Fault("muon_group", "(newest, newest - 1, newest - 2)", "(newest, newest - 1, newest - 1)", GROUP),
     Fault("strips", "even.copy_(self._stacks[key])", "pass", BLOCKS),
     Fault("strips", "matrix.piece.store(copies[matrix.number], unit, matrix.number)", "pass", BLOCKS),
     Fault("layout", "permute(2, 0, 1, 3)", "permute(2, 0, 3, 1)", BLOCKS),

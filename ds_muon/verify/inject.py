@@ -199,7 +199,7 @@ def _orthogonalized_twice(zero: Any, replace: _Replace) -> None:
     """Newton-Schulz runs on the result of Newton-Schulz, as when two layers of code each do it."""
 
     def orthogonalize_twice(group: MuonGroup, plan: GroupPlan, begun: _Begun) -> None:
-        in_turns([MuonGroup.updates(group, begun.partition, begun.variance, begun.moves)])
+        in_turns([MuonGroup.run_stage(group, begun.partition, begun.variance, begun.moves)])
 
     _spoil_updates(zero, replace, orthogonalize_twice)
 
@@ -392,7 +392,7 @@ def _spoil_updates(zero: Any, replace: _Replace, spoil: Callable[[MuonGroup, Gro
         raise CannotVerify("with CPU offload updates lie in several places: plant it without offload_optimizer")
     for plan, group in zip(zero.plan.groups, zero.muon_groups, strict=True):
 
-        def updates(
+        def run_stage(
             original: Callable[..., Iterator[None]],
             partition: Tensor,
             variance: Tensor | None,
@@ -405,7 +405,7 @@ def _spoil_updates(zero: Any, replace: _Replace, spoil: Callable[[MuonGroup, Gro
             yield from original(partition, variance, moves, advance)
             spoil(group, plan, begun)
 
-        replace("updates", updates, group)
+        replace("run_stage", run_stage, group)
 
 
 def _held(partition: Tensor, part: Slice) -> Tensor:
