@@ -17,7 +17,7 @@ from ds_muon.failure import Failure
 from ds_muon.normuon import RowVariance
 from ds_muon.offload import STAGING_BYTES, Ferry, HostPart
 from ds_muon.orthogonalize import NewtonSchulz, batches, orthogonalize_batch
-from ds_muon.passes import Held, Segments, Where, store_updates, sum_of_squares
+from ds_muon.passes import Held, Moves, Segments, store_updates, sum_of_squares
 from ds_muon.plan.partition import GroupPlan, Matrix, Unit
 from ds_muon.plan.zero_layout import Slice
 from ds_muon.ranges import profiled
@@ -108,9 +108,9 @@ class MuonGroup:
         squares[self._here] = here
         return squares
 
-    def where(self, partition: Tensor, moves: Tensor) -> Where:
+    def moves_here(self, partition: Tensor, moves: Tensor) -> Moves:
         """``moves``, a flag for each of the plan's matrices, cut to those in this rank's partition."""
-        return Where(self._segments_of(partition), moves[self._here])
+        return Moves(self._segments_of(partition), moves[self._here])
 
     def _segments_of(self, partition: Tensor) -> Segments:
         if self._segments is None or self._segments.bounds.device != partition.device:

@@ -212,13 +212,13 @@ class MuonZeroOptimizer(MuonZeroBase):
     def _stage_group(self, i: int, gradient: Tensor, moves: Tensor) -> Iterator[None]:
         """Advance a group's momentum, turn its gradient into U, and U into updates; on the host batch by batch."""
         group, variance = self.muon_groups[i], self.optimizer.row_variance(i)
-        where = group.where(gradient, moves.to(gradient.device))
+        here = group.moves_here(gradient, moves.to(gradient.device))
         if self.cpu_offload:
             # The host looks at the flags here, so that it need not at each element.
-            advance = partial(self.optimizer.advance_momentum_, i, gradient, None if where.flags.all() else where)
+            advance = partial(self.optimizer.advance_momentum_, i, gradient, None if here.flags.all() else here)
             yield from group.run_stage(gradient, variance, moves, advance)
         else:
-            self.optimizer.advance_momentum_(i, gradient, where)
+            self.optimizer.advance_momentum_(i, gradient, here)
             yield from group.run_stage(gradient, variance, moves)
 
     @profiled("decide")

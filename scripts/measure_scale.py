@@ -146,7 +146,7 @@ def step_ms(plan: GroupPlan, rank: int, names: list[str], steps: int) -> float:
 
     def step() -> None:
         moves = group.squares(partition).ne(0)
-        group.where(partition, moves)
+        group.moves_here(partition, moves)
         in_turns([group.run_stage(partition, None, moves)])
 
     with patch.object(MuonGroup, "orthogonalize", zeros), patch.object(dist, "all_to_all_single", sends_nothing):

@@ -130,8 +130,8 @@ FAULTS = (
     # ---- elementwise
     Fault("passes/torch_passes", "step.mul_(1 - momentum).add_(before)", "step.mul_(momentum).add_(before)", PASSES),
     Fault("passes/torch_passes", "torch.mul(g, 1 - momentum, out=u).add_(average.mul_(momentum))", "u.copy_(average)", PASSES),
-    Fault("passes/torch_passes", "u.masked_fill_(moves.logical_not(), 0)", "pass", f"{IDLE} {PASSES}"),
-    Fault("passes/torch_passes", "torch.where(moves, average, before, out=before)", "before.copy_(average)", IDLE),
+    Fault("passes/torch_passes", "u.masked_fill_(flags.logical_not(), 0)", "pass", f"{IDLE} {PASSES}"),
+    Fault("passes/torch_passes", "torch.where(flags, average, before, out=before)", "before.copy_(average)", IDLE),
     Fault("passes/torch_passes", "w.mul_(1 - lr * weight_decay)", "w.mul_(1 - weight_decay)", f"{PASSES} {STEP}"),
     Fault("passes/torch_passes", "w.sub_((u if", "w.add_((u if", PASSES),
     Fault("checkpoints/check", "if group[\"use_muon\"] and (\"row_variance\" in theirs) !=", "if (1 in theirs) !=", "ranks/test_checkpoint.py"),

@@ -23,7 +23,7 @@ from ds_muon.guard import Findings, Verdict
 from ds_muon.layout import out_and_in
 from ds_muon.muon_group import MuonGroup, in_turns
 from ds_muon.orthogonalize import orthogonalize
-from ds_muon.passes import Where
+from ds_muon.passes import Moves
 from ds_muon.plan.partition import GroupPlan, Matrix, Unit
 from ds_muon.plan.zero_layout import Slice
 from ds_muon.update import advance_row_variance, update_scale
@@ -136,9 +136,9 @@ def _not_averaged(zero: Any, replace: _Replace) -> None:
 def _momentum_twice(zero: Any, replace: _Replace) -> None:
     """The momentum takes in the same gradient two times."""
 
-    def advance(original: Callable[..., None], group_index: int, gradient: Tensor, where: Where) -> None:
-        original(group_index, gradient.clone(), where)
-        original(group_index, gradient, where)
+    def advance(original: Callable[..., None], group_index: int, gradient: Tensor, moves: Moves) -> None:
+        original(group_index, gradient.clone(), moves)
+        original(group_index, gradient, moves)
 
     replace("advance_momentum_", advance, zero.optimizer)
 
