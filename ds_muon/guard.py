@@ -154,7 +154,7 @@ class StepGuard:
             *squares, stop, may = verdict.on_its_way.wait()
         else:
             byte = torch.full((1,), FINITE, dtype=torch.uint8, device=verdict.numbers.device)
-            if self.nan_guard != "off":
+            if self.nan_guard != "off" and self.failure.error is None:
                 with self.failure.holding("decide"):
                     # A NaN survives in the largest magnitude.
                     largest = [torch.linalg.vector_norm(u, ord=float("inf")) for u in flats]

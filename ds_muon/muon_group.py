@@ -118,7 +118,7 @@ class MuonGroup:
         return self._segments
 
     def parts(self, start: int, end: int) -> list[Held]:
-        """What lies between two elements of this rank's partition that cut no unit; offsets from the first."""
+        """What lies between two unit boundaries, elements of this rank's partition; offsets from the first."""
         first, last = (bisect_left(self.held, element, key=lambda of: of[1].offset) for element in (start, end))
         return [Held(unit.piece, part.start, part.offset - start, part.numel) for unit, part in self.held[first:last]]
 

@@ -275,7 +275,7 @@ def offload_cost(plan: GroupPlan, settings: NewtonSchulz, *, normuon: bool = Fal
         """U of two batches, O of two, and what Newton-Schulz works in."""
         u = rows * cols * torch.float32.itemsize
         count = max(1, min(half // u, size * torch.float32.itemsize // u))
-        one = backend.workspace(rows, cols, settings.dtype, settings.iteration(rows, cols).squares)
+        one = backend.workspace(rows, cols, settings.dtype, settings.iteration(rows, cols).buffers)
         return count * (2 * u + 2 * rows * cols * result_dtype(settings, normuon=normuon).itemsize + one)
 
     shapes = {(matrix.rows, matrix.cols) for unit in plan.units for matrix in unit.matrices}
@@ -315,7 +315,7 @@ def step_memory(plan: GroupPlan, settings: NewtonSchulz, *, normuon: bool = Fals
                 elements[unit.owner] += part.numel
 
     def batch(rows: int, cols: int, count: int) -> int:
-        one = backend.workspace(rows, cols, settings.dtype, settings.iteration(rows, cols).squares)
+        one = backend.workspace(rows, cols, settings.dtype, settings.iteration(rows, cols).buffers)
         return min(count * one, max(WORKSPACE_BYTES, one))
 
     exchange = [element_bytes(settings, normuon=normuon) * count for count in elements]

@@ -1,4 +1,4 @@
-"""What is said of a step that is not applied: a warning and a count, or an error."""
+"""What is said of a step that is not applied, a warning and a count or an error, and how ranks come to say the same."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ds_muon.say import log, printable
 
 if TYPE_CHECKING:
     from ds_muon.muon_group import MuonGroup
-    from ds_muon.zero_base import MuonZeroBase
+    from ds_muon.zero import MuonZeroOptimizer
 
 
 class NonFiniteUpdate(RuntimeError):
@@ -156,7 +156,7 @@ class Skips:
         return "DS_MUON_NAN_CAPTURE=1 saves such inputs for ds-muon replay", captures
 
 
-def bad_updates(zero: MuonZeroBase, gradients: Sequence[Tensor], findings: Findings) -> str:
+def bad_updates(zero: MuonZeroOptimizer, gradients: Sequence[Tensor], findings: Findings) -> str:
     """The matrices whose updates are not finite on any rank, and the cause, for ``Skips.explain``; "" without any.
 
     A collective that blocks the host, where there are any.

@@ -136,14 +136,15 @@ class MuonZeroOptimizer(MuonZeroBase):
             self.stage(gradients, verdict)
             findings = self.decide(gradients, verdict)
             if findings.worst == FAILED:
+                # If no rank has taken its gradients, all can still use them; if one has, all drop theirs.
                 if any(gather(bool(gradients), self.dp_process_group)):
                     with self.failure.holding("take_gradients"):
-                        self._release_gradients()  # a rank that was refused has not taken its own
+                        self._release_gradients()
                 self.failure.raise_on_all()
             # A spike or a bad kernel says nothing about the loss scale.
             self._update_scale(not findings.gradients_are_finite)
             self.overflow = not findings.allow_the_step
-            # By now the others commit as well. Of an error from here on they learn in the next step, or save.
+            # By now the others commit as well. An error from here on reaches them in their next step, or save.
             with self.failure.holding("commit"):
                 self._global_grad_norm = self._on_device(findings.norm) if self.compute_grad_norm else None
                 if not self.overflow:

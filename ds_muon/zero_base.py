@@ -59,7 +59,7 @@ class MuonZeroBase(OffloadZero):
         super().reduce_gradients(pipeline_parallel=pipeline_parallel)
 
     def finalize_gradient_accumulation_boundary(self) -> None:
-        """The same at ZeRO-2."""
+        """As ``reduce_gradients``, at ZeRO-2."""
         self._refuse_without_backward()
         super().finalize_gradient_accumulation_boundary()
 

@@ -128,7 +128,7 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
         return self._segments[number]
 
     def _squares_of_group(self, group_index: int) -> Tensor:
-        """The same of a group, in this rank's partition: of each matrix, or one sum for AdamW's."""
+        """What ``_note`` takes, of a group in this rank's partition: of each matrix, or one sum for AdamW's."""
         zeros = partial(torch.zeros, dtype=torch.float64, device=self.accelerator)
         sums = [zeros(0)]
         for number in map(self.get_param_id, self.params_in_partition[group_index]):
@@ -150,7 +150,7 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
             self._squares.clear()  # a script has written to them
 
     def squares_on_the_way(self, group_index: int) -> Tensor | None:
-        """``_squares_of_group``, unscaled, if that is what the host would find; else None."""
+        """``_squares_of_group``, unscaled. None if a script has changed the gradients since, and without offload."""
         return self._squares[group_index] / self.loss_scale**2 if self._squares else None
 
     def independent_gradient_partition_epilogue(self) -> None:
@@ -160,7 +160,7 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
             self._complete_gradients()
 
     def finalize_gradient_accumulation_boundary(self) -> None:
-        """The same where the script says when a step ends."""
+        """``independent_gradient_partition_epilogue``, where the script says when a step ends."""
         if not self.cpu_offload:
             super().finalize_gradient_accumulation_boundary()
             return

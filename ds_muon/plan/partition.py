@@ -184,9 +184,9 @@ class Plan:
         Arguments as for ``make_plan``.
         """
         exchanges = sum(bool(group.travellers) for group in self.groups)
-        between = self.moved_by_rank(rates.ranks_per_node or 1)
-        ranks = zip(self.loads, between, self.moved_by_rank(), strict=True)
-        busiest = max(rates.of_rank(load, element_bytes * n, element_bytes * (every - n)) for load, n, every in ranks)
+        size, moved = element_bytes, (self.moved_by_rank(rates.ranks_per_node or 1), self.moved_by_rank())
+        ranks = zip(self.loads, *moved, strict=True)
+        busiest = max(rates.of_rank(load, size * across, size * (total - across)) for load, across, total in ranks)
         return busiest + exchanges * rates.exchange_seconds
 
     @property
