@@ -141,8 +141,8 @@ class StepGuard:
     def decide(self, verdict: Verdict, flats: Iterable[Tensor]) -> Findings:
         """Whether to apply what is staged, the same on every rank. A collective.
 
-        The host waits here, without offload or a capture nowhere else in a step that is applied. A rank alone with
-        ``nan_guard`` "off" waits for the gradients' norms only, while the updates may still be computed.
+        The host waits here and, without offload or a capture, nowhere else in a step that is applied. A rank alone
+        with ``nan_guard`` "off" waits for the gradients' norms only, while the updates may still be computed.
 
         Args:
             verdict: on the gradients.
