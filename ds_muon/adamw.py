@@ -41,16 +41,16 @@ class AdamW:
             group.update(others)
 
     def step(
-        self, groups: list[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]], on_host: ModuleType | None
+        self, groups: list[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]], host_passes: ModuleType | None
     ) -> None:
         """Apply ``.grad``. Modifies the partitions and their state.
 
         Args:
             groups: all of AdamW's.
             state: of their partitions.
-            on_host: compiled passes, if the partitions are on the host and these can be had.
+            host_passes: compiled passes, if the partitions are on the host and these can be had.
         """
-        if on_host is None:
+        if host_passes is None:
             self._torch.param_groups, self._torch.state = _in_pieces(groups, state)
             self._torch.step()
             return
@@ -59,7 +59,7 @@ class AdamW:
             of_p = state[p]
             of_p["step"] += 1
             settings = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
-            on_host.adamw_(p, p.grad, of_p["exp_avg"], of_p["exp_avg_sq"], step=float(of_p["step"]), **settings)
+            host_passes.adamw_(p, p.grad, of_p["exp_avg"], of_p["exp_avg_sq"], step=float(of_p["step"]), **settings)
 
 
 def _in_pieces(

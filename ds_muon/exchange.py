@@ -40,14 +40,14 @@ class _Route:
     ) -> _Route:
         """Of the slices for each rank; ``place`` says in which tensor a slice begins, and where."""
         spans: list[_Span] = []
-        for unit, held in (entry for of_rank in by_rank for entry in of_rank):
-            index, start = place(unit, held)
+        for unit, part in (entry for of_rank in by_rank for entry in of_rank):
+            index, start = place(unit, part)
             before, first, numel = spans[-1] if spans else (-1, 0, 0)
             if (before, first + numel) == (index, start):
-                spans[-1] = (index, first, numel + held.numel)
+                spans[-1] = (index, first, numel + part.numel)
             else:
-                spans.append((index, start, held.numel))
-        counts = [sum(held.numel for _, held in of_rank) for of_rank in by_rank]
+                spans.append((index, start, part.numel))
+        counts = [sum(part.numel for _, part in of_rank) for of_rank in by_rank]
         return cls(tuple(spans), counts, sum(counts))
 
     def views(self, flats: Sequence[Tensor]) -> list[Tensor]:
@@ -121,9 +121,9 @@ class Exchange:
         self._device = device
         # Kept, because they are the same in every step and with many ranks take time on the host.
         place = {unit.name: i for i, unit in enumerate(self.owned)}
-        self._outgoing = _Route.of(plan.outgoing(rank), lambda _, held: (0, held.offset))
-        self._incoming = _Route.of(plan.incoming(rank), lambda unit, held: (place[unit.name], held.start))
-        self._kept = tuple((i, held) for i, unit in enumerate(self.owned) for held in unit.slices if held.rank == rank)
+        self._outgoing = _Route.of(plan.outgoing(rank), lambda _, part: (0, part.offset))
+        self._incoming = _Route.of(plan.incoming(rank), lambda unit, part: (place[unit.name], part.start))
+        self._kept = tuple((i, part) for i, unit in enumerate(self.owned) for part in unit.slices if part.rank == rank)
 
     @profiled("exchange")
     def gather(self, partition: Tensor) -> Transfer:
@@ -139,8 +139,8 @@ class Exchange:
             return Transfer()
         device = self._device or partition.device
         full = [partition.new_empty(unit.piece.numel, device=device) for unit in self.owned]
-        for i, held in self._kept:
-            _of_unit(full[i], held).copy_(_of_partition(partition, held))
+        for i, part in self._kept:
+            _of_unit(full[i], part).copy_(_of_partition(partition, part))
         packed = _pack(self._outgoing.views([partition]), like=partition).to(device)
         tensors = [flat.view(unit.rows, unit.cols) for unit, flat in zip(self.owned, full, strict=True)]
         return self._all_to_all(packed, self._outgoing, self._incoming, self._incoming.views(full), tensors)
@@ -158,9 +158,9 @@ class Exchange:
         if not self._active:
             return Transfer()
         full = [output.reshape(-1) for _, output in zip(self.owned, outputs, strict=True)]
-        for i, held in self._kept:
+        for i, part in self._kept:
             # Moved before it is converted: half the bytes, if that is to the host.
-            _of_partition(partition, held).copy_(_of_unit(full[i], held).to(partition.device))
+            _of_partition(partition, part).copy_(_of_unit(full[i], part).to(partition.device))
         empty = partition.new_empty(0, dtype=dtype, device=self._device or partition.device)
         packed = _pack(self._incoming.views(full), like=empty)
         return self._all_to_all(packed, self._incoming, self._outgoing, self._outgoing.views([partition]), [])
@@ -189,12 +189,12 @@ class Exchange:
         return Transfer(tensors, work, packed, output, targets)
 
 
-def _of_unit(flat: Tensor, held: Slice) -> Tensor:
-    return flat.narrow(0, held.start, held.numel)
+def _of_unit(flat: Tensor, part: Slice) -> Tensor:
+    return flat.narrow(0, part.start, part.numel)
 
 
-def _of_partition(partition: Tensor, held: Slice) -> Tensor:
-    return partition.narrow(0, held.offset, held.numel)
+def _of_partition(partition: Tensor, part: Slice) -> Tensor:
+    return partition.narrow(0, part.offset, part.numel)
 
 
 def _pack(pieces: Sequence[Tensor], *, like: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class Failure:
         self.alone = dist.get_world_size(process_group) == 1
 
     @contextmanager
-    def held(self, phase: str) -> Iterator[None]:
+    def holding(self, phase: str) -> Iterator[None]:
         """Hold what is raised inside, where there must be no collective that others wait for."""
         try:
             yield

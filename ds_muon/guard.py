@@ -44,14 +44,15 @@ class Findings:
     Attributes:
         muon, adamw: sum of squares of each param group's gradient over all ranks.
         may_move: whether the gradients allow the step. If so, the momentum has moved.
-        updates: ``FINITE``, ``NOT_FINITE``, ``CAPTURED`` or ``FAILED``; with ``nan_guard`` "off" the first or the last.
+        worst: what any rank has found: ``FINITE``, ``NOT_FINITE``, ``CAPTURED`` or ``FAILED``, the last of these that
+            occurs; with ``nan_guard`` "off" the first or the last.
         stop: whether a rank asks to stop because of a capture in the step before, which has been applied.
     """
 
     muon: Sequence[float]
     adamw: Sequence[float]
     may_move: bool
-    updates: int
+    worst: int
     stop: bool
 
     @property
@@ -69,7 +70,7 @@ class Findings:
 
     @property
     def allow_the_step(self) -> bool:
-        return self.may_move and self.updates == FINITE and not self.stop
+        return self.may_move and self.worst == FINITE and not self.stop
 
 
 class HostCopy:
@@ -137,26 +138,26 @@ class StepGuard:
         moves = tuple(of_group.ne(0) & may_move for of_group in by_group[: len(muon)])
         return Verdict(squares, may_move, moves, numbers, on_its_way)
 
-    def decide(self, verdict: Verdict, updates: Iterable[Tensor]) -> Findings:
-        """Whether to apply what is staged, the same on every rank. The only time in a step that the host waits.
+    def decide(self, verdict: Verdict, flats: Iterable[Tensor]) -> Findings:
+        """Whether to apply what is staged, the same on every rank. A collective.
 
-        A collective. A rank alone, with ``nan_guard`` "off", waits for the gradients' norms only, while the updates may
-        still be computed.
+        The host waits here and, without offload or a capture, nowhere else in a step that is applied. A rank alone
+        with ``nan_guard`` "off" waits for the gradients' norms only, while the updates may still be computed.
 
         Args:
             verdict: on the gradients.
-            updates: of each Muon group, this rank's flat partition, or what is finite if it is; not modified. Looked at
-                with the guard on only.
+            flats: of each Muon group, this rank's partition, or what is finite if it is; not modified. Looked at with
+                the guard on only.
         """
         found = float(FINITE)
         if verdict.on_its_way is not None:
             *squares, stop, may = verdict.on_its_way.wait()
         else:
             byte = torch.full((1,), FINITE, dtype=torch.uint8, device=verdict.numbers.device)
-            if self.nan_guard != "off":
-                with self.failure.held("decide"):
+            if self.nan_guard != "off" and self.failure.error is None:
+                with self.failure.holding("decide"):
                     # A NaN survives in the largest magnitude.
-                    largest = [torch.linalg.vector_norm(u, ord=float("inf")) for u in updates]
+                    largest = [torch.linalg.vector_norm(u, ord=float("inf")) for u in flats]
                     byte.copy_(torch.stack(largest).isfinite().all().logical_not())
                 if self.capture.stops_training:
                     byte.fill_(CAPTURED)

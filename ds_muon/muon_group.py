@@ -17,7 +17,7 @@ from ds_muon.failure import Failure
 from ds_muon.normuon import RowVariance
 from ds_muon.offload import STAGING_BYTES, Ferry, HostPart
 from ds_muon.orthogonalize import NewtonSchulz, batches, orthogonalize_batch
-from ds_muon.passes import Held, Segments, Where, store_updates, sum_of_squares
+from ds_muon.passes import Held, Moves, Segments, store_updates, sum_of_squares
 from ds_muon.plan.partition import GroupPlan, Matrix, Unit
 from ds_muon.plan.zero_layout import Slice
 from ds_muon.ranges import profiled
@@ -28,19 +28,19 @@ _Batch: TypeAlias = Sequence[tuple[Matrix, Tensor]]
 _Batches: TypeAlias = list[Sequence[int]]
 
 
-def in_turns(updates: Sequence[Iterator[None]]) -> None:
-    """Run the updates of several groups, so that slices of one travel while another computes. A collective.
+def in_turns(turns: Sequence[Iterator[None]]) -> None:
+    """Run the stages of several groups, so that slices of one travel while another computes. A collective.
 
     At most two groups hold gathered matrices at a time, because these take memory. Batches of a group go up from the
     host, and come down, in the same way.
 
     Args:
-        updates: ``MuonGroup.updates`` of each group, in the same order on every rank.
+        turns: ``MuonGroup.run_stage`` of each group, in the same order on every rank.
     """
-    for turn in range(len(updates) + 2):
-        for i in (turn, turn - 1, turn - 2):
-            if 0 <= i < len(updates):
-                next(updates[i], None)
+    for newest in range(len(turns) + 2):
+        for i in (newest, newest - 1, newest - 2):
+            if 0 <= i < len(turns):
+                next(turns[i], None)
 
 
 class MuonGroup:
@@ -76,7 +76,7 @@ class MuonGroup:
         """Where the rows of NorMuon's state lie; None for plain Muon."""
         self.held = plan.held(rank)
         """Each unit that this rank holds a slice of, with that slice."""
-        self.on_host: HostPart | None = None
+        self.host_part: HostPart | None = None
         """What this step's updates have left in a partition on the host."""
         self._settings = settings
         self._adjust_lr_fn = adjust_lr_fn
@@ -89,8 +89,8 @@ class MuonGroup:
         first = sum(len(unit.matrices) for unit in plan.units[:index])
         self._here = slice(first, first + sum(len(unit.matrices) for unit, _ in self.held))
         self._segments: Segments | None = None
-        self._staying = [(unit, held) for unit, held in self.held if not unit.travels]
-        self._travelling = [(unit, held) for unit, held in self.held if unit.travels]
+        self._staying = [(unit, part) for unit, part in self.held if not unit.travels]
+        self._travelling = [(unit, part) for unit, part in self.held if unit.travels]
         self._runs = _runs(self._staying)
         self._order: tuple[_Batches, _Batches, _Batches] | None = None
         self._scales: dict[str, Tensor] = {}
@@ -108,9 +108,9 @@ class MuonGroup:
         squares[self._here] = here
         return squares
 
-    def where(self, partition: Tensor, moves: Tensor) -> Where:
+    def moves_here(self, partition: Tensor, moves: Tensor) -> Moves:
         """``moves``, a flag for each of the plan's matrices, cut to those in this rank's partition."""
-        return Where(self._segments_of(partition), moves[self._here])
+        return Moves(self._segments_of(partition), moves[self._here])
 
     def _segments_of(self, partition: Tensor) -> Segments:
         if self._segments is None or self._segments.bounds.device != partition.device:
@@ -118,18 +118,18 @@ class MuonGroup:
         return self._segments
 
     def parts(self, start: int, end: int) -> list[Held]:
-        """What lies between two elements of this rank's partition that cut no unit; offsets from the first."""
+        """What lies between two unit boundaries, elements of this rank's partition; offsets from the first."""
         first, last = (bisect_left(self.held, element, key=lambda of: of[1].offset) for element in (start, end))
-        return [Held(unit.piece, held.start, held.offset - start, held.numel) for unit, held in self.held[first:last]]
+        return [Held(unit.piece, part.start, part.offset - start, part.numel) for unit, part in self.held[first:last]]
 
-    def updates(
+    def run_stage(
         self,
         partition: Tensor,
         variance: Tensor | None,
         moves: Tensor,
         advance: Callable[..., None] | None = None,
     ) -> Iterator[None]:
-        """Overwrite U with the update ``s O`` in this rank's partition; padding stays zero. A collective.
+        """Overwrite U with the update ``s O`` (on the host: see ``HostPart``); padding stays zero. A collective.
 
         Yields twice, while slices travel: the work of another group can hide that, see ``in_turns``. With NorMuon,
         normalizes the rows of O and stages their new variances for ``commit``.
@@ -138,11 +138,11 @@ class MuonGroup:
             partition: (partition_size,) fp32; not to be touched until this has ended.
             variance: (rows, 1) fp32, NorMuon's current state; not modified. None for plain Muon.
             moves: (matrices,) bool, whether each of the plan's matrices moves. If not, its U is zero.
-            advance: as ``HostPart`` takes it; needed on the host, where ``on_host`` then has the updates.
+            advance: as ``HostPart`` takes it; needed on the host, where ``host_part`` then has the updates.
         """
         if advance is not None and self._ferry is not None:
-            self.on_host = HostPart(partition, advance, self._ferry)
-            self.on_host.advance([partition.narrow(0, held.offset, held.numel) for _, held in self._travelling])
+            self.host_part = HostPart(partition, advance, self._ferry)
+            self.host_part.advance([partition.narrow(0, part.offset, part.numel) for _, part in self._travelling])
         gathering = self.exchange.gather(partition)
         self._met = 1
         if self.row_variance is not None and variance is not None:
@@ -174,25 +174,25 @@ class MuonGroup:
         self._scale_travellers(partition)
 
     def in_any_case(
-        self, updates: Iterator[None], variance: Tensor | None, moves: Tensor, failure: Failure
+        self, turns: Iterator[None], variance: Tensor | None, moves: Tensor, failure: Failure
     ) -> Iterator[None]:
-        """``updates``, but all of its collectives take place, even if something raises, which ``failure`` then holds.
+        """``run_stage``, but all of its collectives take place, even if something raises, which ``failure`` then holds.
 
         Args:
-            updates: of this group, perhaps with something before.
-            variance, moves: as ``updates`` takes them.
+            turns: ``run_stage`` of this group, perhaps with something before.
+            variance, moves: as ``run_stage`` takes them.
             failure: of this rank.
         """
         self._met = 0
         for turn in (1, 2, 3):
-            with failure.held("stage"):
-                next(updates, None)
+            with failure.holding("stage"):
+                next(turns, None)
             while self._met < turn:
                 self._meet(variance, moves)
             yield
 
     def _meet(self, variance: Tensor | None, moves: Tensor) -> None:
-        """Begin the next collective of ``updates`` with nothing to give."""
+        """Begin the next collective of ``run_stage`` with nothing to give."""
         self._met += 1
         if self._met < 3:
             dtype = torch.float32 if self._met == 1 else self._result_dtype
@@ -217,29 +217,29 @@ class MuonGroup:
     def _scale_travellers(self, partition: Tensor) -> None:
         """Multiply what has travelled by ``s``: in Newton-Schulz's dtype O is exact without it."""
         alike: list[tuple[Tensor, float]] = []
-        for unit, held in self._travelling:
-            elements = partition.narrow(0, held.offset, held.numel)
+        for unit, part in self._travelling:
+            elements = partition.narrow(0, part.offset, part.numel)
             scales = [self._scale(matrix) for matrix in unit.matrices]
             if len(set(scales)) == 1:
                 alike.append((elements, scales[0]))
             else:  # strips of unequal sides
                 if unit.name not in self._scales:  # kept, because the host would wait for a copy
                     self._scales[unit.name] = elements.new_tensor([scales[label] for label in unit.piece.labels()])
-                scale_strips_(elements, unit.piece, held.start, self._scales[unit.name])
+                scale_strips_(elements, unit.piece, part.start, self._scales[unit.name])
         if alike := [(elements, scale) for elements, scale in alike if scale != 1.0]:
             torch._foreach_mul_([elements for elements, _ in alike], [scale for _, scale in alike])
 
-    def _update(self, batches: _Batches, inputs: _Batch, staying: int) -> dict[str, Tensor]:
+    def _update(self, chosen: _Batches, inputs: _Batch, n_staying: int) -> dict[str, Tensor]:
         """Overwrite U with ``s O``, but for matrices that have travelled: of these, return O by name, without ``s``.
 
         Args:
-            batches: as indices of ``inputs``.
+            chosen: batches, as indices of ``inputs``.
             inputs: matrices, each with the U of its unit.
-            staying: how many of ``inputs`` have not travelled. They come first.
+            n_staying: how many of ``inputs`` have not travelled. They come first.
         """
         results: dict[str, Tensor] = {}
-        chosen = [([inputs[i] for i in indices], bisect_left(indices, staying)) for indices in batches]
-        in_turns([self._update_batch(batch, count, results) for batch, count in chosen])
+        counted = [([inputs[i] for i in indices], bisect_left(indices, n_staying)) for indices in chosen]
+        in_turns([self._update_batch(batch, count, results) for batch, count in counted])
         return results
 
     def _update_batch(self, batch: _Batch, count: int, results: dict[str, Tensor]) -> Iterator[None]:
@@ -248,9 +248,9 @@ class MuonGroup:
         On the host it yields while the batch goes up, and while it comes down.
         """
         copies, scale = Copies(), self._scale(batch[0][0])
-        if self.on_host is not None:
+        if self.host_part is not None:
             travelled = [(m, copies.of(m, unit)) for m, unit in batch[count:]]
-            yield from self.on_host.update(
+            yield from self.host_part.update(
                 batch[:count], scale, lambda lifted: self._compute([*lifted, *travelled], count, results)
             )
             return
@@ -291,7 +291,7 @@ class MuonGroup:
 
     def sizes(self, partition: Tensor) -> Tensor:
         """What is finite exactly if all updates in this rank's partition are. On the host, a number of each batch."""
-        return partition if self.on_host is None else self.on_host.sizes()
+        return partition if self.host_part is None else self.host_part.sizes()
 
     def commit(self, variance: Tensor | None) -> None:
         """Overwrite NorMuon's state with the staged variances."""
@@ -302,18 +302,18 @@ class MuonGroup:
 def _runs(staying: Sequence[tuple[Unit, Slice]]) -> list[tuple[int, int, int, int]]:
     """Units of one shape that lie side by side: first element, number, rows and columns. Torch cuts a run at once."""
     runs: list[tuple[int, int, int, int]] = []
-    for unit, held in staying:
+    for unit, part in staying:
         if runs:
             offset, count, rows, cols = runs[-1]
-            if (rows, cols) == (unit.rows, unit.cols) and offset + count * rows * cols == held.offset:
+            if (rows, cols) == (unit.rows, unit.cols) and offset + count * rows * cols == part.offset:
                 runs[-1] = (offset, count + 1, rows, cols)
                 continue
-        runs.append((held.offset, 1, unit.rows, unit.cols))
+        runs.append((part.offset, 1, unit.rows, unit.cols))
     return runs
 
 
 def order_batches(
-    matrices: Sequence[Matrix], staying: int, settings: NewtonSchulz, device: torch.device, most: int | None = None
+    matrices: Sequence[Matrix], n_staying: int, settings: NewtonSchulz, device: torch.device, most: int | None = None
 ) -> tuple[_Batches, _Batches, _Batches]:
     """The batches that a rank runs, as indices: before the gathered matrices arrive, with them, and after.
 
@@ -323,7 +323,7 @@ def order_batches(
 
     Args:
         matrices: the gathered ones come last. A batch has one layout: scale and NorMuon's rows depend on it.
-        staying: how many do not travel.
+        n_staying: how many do not travel.
         settings: of the iteration.
         device: of the matrices, when they are orthogonalized.
         most: bytes of U in a batch, as ``batches`` takes it.
@@ -335,15 +335,15 @@ def order_batches(
     def cost(indices: Iterable[int]) -> int:
         return sum(cost_of[shapes[i]] for i in indices)
 
-    travelling = set(shapes[staying:])
-    apart = 2 * cost(i for i in range(staying) if shapes[i] in travelling) > cost(range(staying))
+    travelling = set(shapes[n_staying:])
+    apart = 2 * cost(i for i in range(n_staying) if shapes[i] in travelling) > cost(range(n_staying))
     ready: _Batches = []
     waiting: _Batches = []
-    for first, end in [(0, staying), (staying, len(matrices))] if apart else [(0, len(matrices))]:
+    for first, end in [(0, n_staying), (n_staying, len(matrices))] if apart else [(0, len(matrices))]:
         for alike in ([i for i in range(first, end) if (i in in_out) is turned] for turned in (False, True)):
             for indices in batches([shapes[i] for i in alike], device, settings, most):
                 chosen = [alike[i] for i in indices]
-                (ready if chosen[-1] < staying else waiting).append(chosen)
+                (ready if chosen[-1] < n_staying else waiting).append(chosen)
     costs = [cost(indices) for indices in ready]
     before = sum(2 * done < sum(costs) for done in accumulate(costs, initial=0))
     return ready[:before], waiting, ready[before:]

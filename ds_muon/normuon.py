@@ -41,7 +41,7 @@ class RowVariance:
         self._process_group = process_group
         self._current = self._staged = torch.empty(0, dtype=torch.float32, device="cpu")
         self._moves = torch.empty(0, dtype=torch.bool, device="cpu")
-        self._where: dict[tuple[str, ...], Tensor] = {}
+        self._indices_of: dict[tuple[str, ...], Tensor] = {}
         self._rows: dict[str, tuple[int, int]] = {}
         of_tensor: dict[str, list[tuple[int, Matrix]]] = {name: [] for name in names}
         matrices = [(unit.tensor, matrix) for unit in plan.units for matrix in unit.matrices]
@@ -90,10 +90,10 @@ class RowVariance:
         Returns:
             See ``advance_row_variance``.
         """
-        where = self._indices(tuple(names), self._current.device)
-        moments = self._current.view(-1)[where]
+        indices = self._indices(tuple(names), self._current.device)
+        moments = self._current.view(-1)[indices]
         advanced, factors = advance_row_variance(orthogonal, moments, beta2=self._beta2, layout=layout)
-        self._staged.view(-1)[where] = advanced
+        self._staged.view(-1)[indices] = advanced
         return factors
 
     def agree(self) -> None:
@@ -106,8 +106,8 @@ class RowVariance:
 
     def _indices(self, names: tuple[str, ...], device: torch.device) -> Tensor:
         """Where the rows of a batch lie: (len(names), rows) int64. Kept, because every step has the same batches."""
-        if names not in self._where:
+        if names not in self._indices_of:
             starts = torch.tensor([self._rows[name][0] for name in names], dtype=torch.int64, device="cpu")
             rows = torch.arange(self._rows[names[0]][1], dtype=torch.int64, device="cpu")
-            self._where[names] = (starts[:, None] + rows).to(device)
-        return self._where[names]
+            self._indices_of[names] = (starts[:, None] + rows).to(device)
+        return self._indices_of[names]

@@ -49,7 +49,7 @@ class Journey:
                 tensor.record_stream(stream)
         return self._tensors
 
-    def on_host(self) -> list[Tensor]:
+    def wait(self) -> list[Tensor]:
         """The tensors, once they have come. Blocks the host."""
         if self._done is not None:
             self._done.synchronize()
@@ -249,7 +249,7 @@ class HostPart:
         del rising, outputs, factors  # memory of the accelerator
         yield  # O is on its way down
 
-        arrived = falling.on_host()
+        arrived = falling.wait()
         if not in_place:
             store_updates(arrived[0], units, scale=scale)
             copies.put_back(batch)

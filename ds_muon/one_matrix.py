@@ -100,7 +100,7 @@ def muon_update(
     direction = grad.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
     # A NaN counts as not zero.
     moves = direction.any()
-    advance_momentum_(direction, momentum_buffer, momentum=momentum, nesterov=nesterov, where=moves)
+    advance_momentum_(direction, momentum_buffer, momentum=momentum, nesterov=nesterov, moves=moves)
     (output,) = orthogonalize([direction], settings)
     factors = None
     if row_variance is not None:

@@ -15,7 +15,7 @@ from ds_muon.config import DSMuonConfig
 from ds_muon.dtypes import DTYPES
 from ds_muon.learning_rates import GroupRate
 from ds_muon.offload import Stretch
-from ds_muon.passes import Goal, Where, advance_momentum_, apply_update_
+from ds_muon.passes import Goal, Moves, advance_momentum_, apply_update_
 from ds_muon.routing import Routing
 
 ORIGIN = ("name", "user_group")
@@ -63,8 +63,8 @@ class DSMuon(Optimizer):
             GroupRate(group["lr"], group["use_muon"], group.get("user_group", 0)) for group in self.param_groups
         )
         self._adamw: AdamW | None = None
-        self._where: dict[int, Where | None] = {}
-        self.on_host: ModuleType | None = None
+        self._moves: dict[int, Moves | None] = {}
+        self.host_passes: ModuleType | None = None
         """Compiled passes, if the partitions are on the host for CPU offload and these can be had."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -124,7 +124,7 @@ class DSMuon(Optimizer):
         self,
         group_index: int,
         gradient: Tensor,
-        where: Where | None,
+        moves: Moves | None,
         offset: int = 0,
         numel: int | None = None,
         into: Tensor | Goal | None = None,
@@ -134,15 +134,15 @@ class DSMuon(Optimizer):
         Args:
             group_index: a Muon group.
             gradient: (partition_size,) fp32; overwritten with U.
-            where: which of the partition's matrices move: their momentum now, their weight in ``step``. None for all.
+            moves: which of the partition's matrices move: their momentum now, their weight in ``step``. None for all.
             offset, numel: the elements to work on; by default all.
             into: with CPU offload, where U of these goes in place of the gradient: (numel,) fp32.
         """
-        self._where[group_index] = where
+        self._moves[group_index] = moves
         group = self.param_groups[group_index]
         end = None if numel is None else offset + numel
         g, m = (flat[offset:end] for flat in (gradient, self.momentum_buffer(group_index)))
-        how: dict[str, Any] = {"where": where and where.starting(offset), "into": into}
+        how: dict[str, Any] = {"moves": moves and moves.starting(offset), "into": into}
         advance_momentum_(g, m, momentum=group["momentum"], nesterov=group["nesterov"], **how)
 
     @torch.no_grad()
@@ -170,14 +170,14 @@ class DSMuon(Optimizer):
         if not staged:
             raise RuntimeError("DSMuon.step has nothing to apply: the ZeRO optimizer calls it; call engine.step()")
         for i, stretches in enumerate(staged):
-            group, where = self.param_groups[i], self._where.pop(i, None)
+            group, moves = self.param_groups[i], self._moves.pop(i, None)
             (p,) = group["params"]
             for offset, update, scale, rounded in stretches:
                 weight = p.narrow(0, offset, update.numel())
-                how: dict[str, Any] = {"where": where and where.starting(offset), "scale": scale, "rounded": rounded}
+                how: dict[str, Any] = {"moves": moves and moves.starting(offset), "scale": scale, "rounded": rounded}
                 apply_update_(weight, update, lr=group["lr"], weight_decay=group["weight_decay"], **how)
         if self._adamw is not None:
-            self._adamw.step(self.adamw_groups, self.state, self.on_host)
+            self._adamw.step(self.adamw_groups, self.state, self.host_passes)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Refused: torch's own would put other tensors in the place of those that ZeRO has linked to parameters."""

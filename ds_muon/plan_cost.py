@@ -235,8 +235,8 @@ def step_cost(
     by_shape = Counter((matrix.rows, matrix.cols) for matrix in group.matrices)
     each_holder = [0.0] * world_size
     for unit in group.units:
-        for held in unit.slices:
-            each_holder[held.rank] += sum(cost_of(matrix.rows, matrix.cols) for matrix in unit.matrices)
+        for part in unit.slices:
+            each_holder[part.rank] += sum(cost_of(matrix.rows, matrix.cols) for matrix in unit.matrices)
     exchange, with_batch = step_memory(group, settings, normuon=normuon)
     return StepCost(
         world_size=world_size,
@@ -275,7 +275,7 @@ def offload_cost(plan: GroupPlan, settings: NewtonSchulz, *, normuon: bool = Fal
         """U of two batches, O of two, and what Newton-Schulz works in."""
         u = rows * cols * torch.float32.itemsize
         count = max(1, min(half // u, size * torch.float32.itemsize // u))
-        one = backend.workspace(rows, cols, settings.dtype, settings.iteration(rows, cols).squares)
+        one = backend.workspace(rows, cols, settings.dtype, settings.iteration(rows, cols).buffers)
         return count * (2 * u + 2 * rows * cols * result_dtype(settings, normuon=normuon).itemsize + one)
 
     shapes = {(matrix.rows, matrix.cols) for unit in plan.units for matrix in unit.matrices}
@@ -309,13 +309,13 @@ def step_memory(plan: GroupPlan, settings: NewtonSchulz, *, normuon: bool = Fals
             runs[unit.owner][matrix.rows, matrix.cols] += 1
         if unit.travels:
             elements[unit.owner] += unit.piece.numel
-        for held in unit.slices:
-            if held.rank != unit.owner:
-                elements[held.rank] += held.numel
-                elements[unit.owner] += held.numel
+        for part in unit.slices:
+            if part.rank != unit.owner:
+                elements[part.rank] += part.numel
+                elements[unit.owner] += part.numel
 
     def batch(rows: int, cols: int, count: int) -> int:
-        one = backend.workspace(rows, cols, settings.dtype, settings.iteration(rows, cols).squares)
+        one = backend.workspace(rows, cols, settings.dtype, settings.iteration(rows, cols).buffers)
         return min(count * one, max(WORKSPACE_BYTES, one))
 
     exchange = [element_bytes(settings, normuon=normuon) * count for count in elements]

@@ -1,4 +1,4 @@
-"""What is said of a step that is not applied: a warning and a count, or an error."""
+"""What is said of a step that is not applied, a warning and a count or an error, and how ranks come to say the same."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ds_muon.say import log, printable
 
 if TYPE_CHECKING:
     from ds_muon.muon_group import MuonGroup
-    from ds_muon.zero_base import MuonZeroBase
+    from ds_muon.zero import MuonZeroOptimizer
 
 
 class NonFiniteUpdate(RuntimeError):
@@ -117,7 +117,7 @@ class Skips:
                 f"{self._evidence()[0]}"
             )
         if bad_updates:
-            if findings.updates == CAPTURED or self._nan_guard == "raise":
+            if findings.worst == CAPTURED or self._nan_guard == "raise":
                 evidence, captures = self._evidence()
                 go_on = 'nan_guard "skip" goes on without such steps'
                 if captures:
@@ -156,7 +156,7 @@ class Skips:
         return "DS_MUON_NAN_CAPTURE=1 saves such inputs for ds-muon replay", captures
 
 
-def bad_updates(zero: MuonZeroBase, gradients: Sequence[Tensor], findings: Findings) -> str:
+def bad_updates(zero: MuonZeroOptimizer, gradients: Sequence[Tensor], findings: Findings) -> str:
     """The matrices whose updates are not finite on any rank, and the cause, for ``Skips.explain``; "" without any.
 
     A collective that blocks the host, where there are any.
@@ -164,13 +164,13 @@ def bad_updates(zero: MuonZeroBase, gradients: Sequence[Tensor], findings: Findi
     Raises:
         Exception: a rank could not look at them. The others raise a ``RuntimeError`` that quotes it.
     """
-    if findings.updates == FINITE:
+    if findings.worst == FINITE:
         return ""
     found: list[tuple[list[str], list[str]]] = []
-    with zero.failure.held("decide"):
+    with zero.failure.holding("decide"):
         found = [
             (
-                _nonfinite(group, group.on_host.of if group.on_host else partial(gradients[i].narrow, 0)),
+                _nonfinite(group, group.host_part.of if group.host_part else partial(gradients[i].narrow, 0)),
                 _nonfinite(group, partial(zero.optimizer.momentum_buffer(i).narrow, 0)),
             )
             for i, group in enumerate(zero.muon_groups)
@@ -202,9 +202,9 @@ def _nonfinite(group: MuonGroup, values: Callable[[int, int], Tensor]) -> list[s
         values: of so many elements of the partition, from an offset on.
     """
     names: list[str] = []
-    for unit, held in group.held:
-        bad = values(held.offset, held.numel).isfinite().logical_not_()
+    for unit, part in group.held:
+        bad = values(part.offset, part.numel).isfinite().logical_not_()
         if bad.any():
-            elements = bad.nonzero().view(-1) + held.start
+            elements = bad.nonzero().view(-1) + part.start
             names += [unit.matrices[number].name for number in unit.piece.holding(elements)]
     return names

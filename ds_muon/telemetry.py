@@ -130,7 +130,7 @@ class _ObservedStep:
         with self._looking():
             # Before ``commit``, which overwrites them.
             self._updates = [
-                group.on_host.sum_of_squares() if group.on_host else sum_of_squares(updates)
+                group.host_part.sum_of_squares() if group.host_part else sum_of_squares(updates)
                 for group, updates in zip(self._zero.muon_groups, gradients, strict=False)
             ]
 

@@ -1,4 +1,4 @@
-"""The update rule of one Muon matrix, as functions of tensors.
+"""The update rule of one Muon matrix. Here are ``s`` and NorMuon's rows; for M, U and W see ``passes.torch_passes``.
 
     M <- M + (1 - momentum) (G - M)
     U  = G + momentum (M - G)  if nesterov else M

@@ -5,19 +5,16 @@ groups and is a range in torch's profiler. ``stage`` moves the momentum, unless 
 ``commit`` moves weights, AdamW's state and NorMuon's variances.
 
 The host waits for the device once, in ``decide``: for the norms of the gradients, and for the byte that says whether a
-rank has failed (see ``failure``) and, with ``nan_guard`` on, whether all updates are finite. The phases before are
-queued without knowing the outcome. On a single rank with ``nan_guard`` "off" there is nothing to agree on, and
-``commit`` is queued while Newton-Schulz still runs.
+rank has failed (see ``failure``) and, with ``nan_guard`` on, whether all updates are finite. If one is not, the host
+waits again, to name it. The phases before are queued without knowing the outcome. On a single rank with ``nan_guard``
+"off" there is nothing to agree on, and ``commit`` is queued while Newton-Schulz still runs.
 
 With CPU offload the partitions are on the host, which then waits more often: for the gradients to come down, for the
 measures of all ranks before the momentum moves, and for every batch of O. A batch's momentum advances just before its U
 goes up, and ``commit`` sends weights to the model while it computes others.
 
 What surrounds a step is in ``zero_base``: gradients as the reduction leaves them, the model's weights, checkpoints.
-
-The files of a step, in reading order: this one; ``guard`` (measure, decide); ``optimizer`` (momentum, commit);
-``update`` and ``normuon`` (the rule); ``muon_group`` (stage), on ``plan/partition`` and ``plan/owners`` (who holds, who
-owns, what travels), ``exchange`` (slices there and back) and ``orthogonalize`` (its entry, then ``newton_schulz``).
+docs/how-it-works.md has the files of a step in reading order.
 """
 
 from __future__ import annotations
@@ -127,7 +124,7 @@ class MuonZeroOptimizer(MuonZeroBase):
         self.failure.step = self.steps
         gradients: list[Tensor] = []
         with self._timed(deepspeed_zero.OPTIMIZER_GRADIENTS_TIMER):
-            with self.failure.held("take_gradients"):
+            with self.failure.holding("take_gradients"):
                 if refusal := nothing_to_step_on(self):
                     raise DSMuonRefusal(refusal)
                 gradients = self.take_gradients()
@@ -138,16 +135,17 @@ class MuonZeroOptimizer(MuonZeroBase):
         with self._timed(deepspeed_zero.OPTIMIZER_STEP_TIMER):
             self.stage(gradients, verdict)
             findings = self.decide(gradients, verdict)
-            if findings.updates == FAILED:
+            if findings.worst == FAILED:
+                # If no rank has taken its gradients, all can still use them; if one has, all drop theirs.
                 if any(gather(bool(gradients), self.dp_process_group)):
-                    with self.failure.held("take_gradients"):
-                        self._release_gradients()  # a rank that was refused has not taken its own
+                    with self.failure.holding("take_gradients"):
+                        self._release_gradients()
                 self.failure.raise_on_all()
             # A spike or a bad kernel says nothing about the loss scale.
             self._update_scale(not findings.gradients_are_finite)
             self.overflow = not findings.allow_the_step
-            # By now the others commit as well. Of an error from here on they learn in the next step, or save.
-            with self.failure.held("commit"):
+            # By now the others commit as well. An error from here on reaches them in their next step, or save.
+            with self.failure.holding("commit"):
                 self._global_grad_norm = self._on_device(findings.norm) if self.compute_grad_norm else None
                 if not self.overflow:
                     self.commit(gradients, findings)
@@ -183,7 +181,7 @@ class MuonZeroOptimizer(MuonZeroBase):
         muon, there = len(self.muon_groups), self.accelerator  # where ranks communicate
         squares: list[Tensor] = []
         if gradients:
-            with self.failure.held("measure"):
+            with self.failure.holding("measure"):
                 squares = [self._squares_here(i, gradient).to(there) for i, gradient in enumerate(gradients)]
         if self.failure.error is not None:
             sizes = [len(group.matrices) for group in self.plan.groups] + [1] * (len(self.bit16_groups) - muon)
@@ -199,33 +197,36 @@ class MuonZeroOptimizer(MuonZeroBase):
 
     @profiled("stage")
     def stage(self, gradients: Sequence[Tensor], verdict: Verdict) -> None:
-        """Move the momentum and turn Muon's gradients, in place, into updates ``s O``; AdamW's stay. A collective."""
-        with self.failure.held("stage"):
+        """Move the momentum and turn Muon's gradients, in place, into updates; AdamW's stay. A collective.
+
+        An update is ``s O``; on the host, O: see ``HostPart``.
+        """
+        with self.failure.holding("stage"):
             # Nothing is captured in a step that the gradients forbid.
             self._capture.start_step(self.steps, verdict.may_move)
         turns = []
         for i, (group, moves) in enumerate(zip(self.muon_groups, verdict.moves, strict=True)):
-            updates = self._updates(i, gradients[i], moves) if gradients else iter(())
-            turns.append(group.in_any_case(updates, self.optimizer.row_variance(i), moves, self.failure))
+            of_group = self._stage_group(i, gradients[i], moves) if gradients else iter(())
+            turns.append(group.in_any_case(of_group, self.optimizer.row_variance(i), moves, self.failure))
         in_turns(turns)
 
-    def _updates(self, i: int, gradient: Tensor, moves: Tensor) -> Iterator[None]:
+    def _stage_group(self, i: int, gradient: Tensor, moves: Tensor) -> Iterator[None]:
         """Advance a group's momentum, turn its gradient into U, and U into updates; on the host batch by batch."""
         group, variance = self.muon_groups[i], self.optimizer.row_variance(i)
-        where = group.where(gradient, moves.to(gradient.device))
+        here = group.moves_here(gradient, moves.to(gradient.device))
         if self.cpu_offload:
             # The host looks at the flags here, so that it need not at each element.
-            advance = partial(self.optimizer.advance_momentum_, i, gradient, None if where.flags.all() else where)
-            yield from group.updates(gradient, variance, moves, advance)
+            advance = partial(self.optimizer.advance_momentum_, i, gradient, None if here.flags.all() else here)
+            yield from group.run_stage(gradient, variance, moves, advance)
         else:
-            self.optimizer.advance_momentum_(i, gradient, where)
-            yield from group.updates(gradient, variance, moves)
+            self.optimizer.advance_momentum_(i, gradient, here)
+            yield from group.run_stage(gradient, variance, moves)
 
     @profiled("decide")
     def decide(self, gradients: Sequence[Tensor], verdict: Verdict) -> Findings:
         """Decide with all ranks whether to commit; the host waits. A collective."""
-        updates = (group.sizes(g) for group, g in zip(self.muon_groups, gradients, strict=False))  # if it is asked for
-        return self.guard.decide(verdict, updates)
+        flats = (group.sizes(g) for group, g in zip(self.muon_groups, gradients, strict=False))  # if it is asked for
+        return self.guard.decide(verdict, flats)
 
     @profiled("commit")
     def commit(self, gradients: Sequence[Tensor], findings: Findings) -> None:
@@ -241,7 +242,7 @@ class MuonZeroOptimizer(MuonZeroBase):
         for flat, gradient in zip(weights, adamw, strict=True):
             flat.grad = gradient
         if self.cpu_offload:  # .grad stays, as the place for the next step's
-            parts = ((i, group.on_host) for i, group in enumerate(self.muon_groups))
+            parts = ((i, group.host_part) for i, group in enumerate(self.muon_groups))
             self.optimizer.step(staged=[() if part is None else self.sent_up(i, part) for i, part in parts])
         else:
             self.optimizer.step(staged=[[Stretch(0, update)] for update in muon])

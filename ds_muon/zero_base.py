@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-1/2 optimizer around DSMuon's step: what it must not do, and how its state is saved and loaded."""
+"""DeepSpeed's ZeRO-1/2 optimizer around DSMuon's step: gradients, weights and checkpoints, without its own Muon."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class MuonZeroBase(OffloadZero):
         super().reduce_gradients(pipeline_parallel=pipeline_parallel)
 
     def finalize_gradient_accumulation_boundary(self) -> None:
-        """The same at ZeRO-2."""
+        """As ``reduce_gradients``, at ZeRO-2."""
         self._refuse_without_backward()
         super().finalize_gradient_accumulation_boundary()
 
@@ -149,12 +149,12 @@ class MuonZeroBase(OffloadZero):
     # ---- the model's weights --------------------------------------------------------------------------------------
 
     def update_lp_params(self, phase: str = "commit") -> None:
-        """DeepSpeed's own, in which a rank that fails takes part: the others gather. A collective.
+        """Round, gather and bind the model's weights. A collective: a rank that fails gathers, because the others wait.
 
         Args:
             phase: what it is part of.
         """
-        with self.failure.held(phase):
+        with self.failure.holding(phase):
             self.round_weights()
         deepspeed_zero.all_gather_dp_groups(
             groups_flat=self.bit16_groups_flat,
@@ -163,7 +163,7 @@ class MuonZeroBase(OffloadZero):
             start_alignment_factor=self.nccl_start_alignment_factor,
             allgather_bucket_size=self.allgather_bucket_size,
         )
-        with self.failure.held(phase):
+        with self.failure.holding(phase):
             self._bind_model()
 
     def _bind_model(self, *, keep: bool = False) -> None:
@@ -227,12 +227,12 @@ class MuonZeroBase(OffloadZero):
         self.failure.clear()
         self._sent.clear()  # in a commit that has failed
         self._wait_for_offload_copies()
-        with self.failure.held("load_checkpoint"):
+        with self.failure.holding("load_checkpoint"):
             self._read(found, from_fp32_weights)
         if from_fp32_weights and not found.is_of_dtype(self.bit16_groups_flat[0].dtype):
             # The engine has loaded weights that were rounded to another dtype.
             self.update_lp_params("load_checkpoint")
-        with self.failure.held("load_checkpoint"):
+        with self.failure.holding("load_checkpoint"):
             if from_fp32_weights:
                 self._bind_model(keep=True)
             else:

@@ -1,6 +1,6 @@
 """DeepSpeed's ZeRO-1/2 optimizer with CPU offload: gradients on their way to the host, and what else is at home there.
 
-Without offload everything here is DeepSpeed's own.
+Without offload gradients go DeepSpeed's own way. Weights are rounded to the model's here in either case.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
         """Between host and accelerator, with offload."""
         super().__init__(*args, **kwargs)
         if self.cpu_offload:
-            self.optimizer.on_host = compile_for_host()
+            self.optimizer.host_passes = compile_for_host()
             self.ferry = Ferry(self.accelerator, pinned=self.cpu_offload_pin_memory)
             if torch.get_num_threads() == 1 < len(os.sched_getaffinity(0)):
                 log("CPU offload has one thread of the host; set OMP_NUM_THREADS to the cores that a rank has")
@@ -132,7 +132,7 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
         return self._segments[number]
 
     def _squares_of_group(self, group_index: int) -> Tensor:
-        """The same of a group, in this rank's partition: of each matrix, or one sum for AdamW's."""
+        """What ``_note`` takes, of a group in this rank's partition: of each matrix, or one sum for AdamW's."""
         zeros = partial(torch.zeros, dtype=torch.float64, device=self.accelerator)
         sums = [zeros(0)]
         for number in map(self.get_param_id, self.params_in_partition[group_index]):
@@ -163,7 +163,7 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
         self._sent.clear()
 
     def squares_on_the_way(self, group_index: int) -> Tensor | None:
-        """``_squares_of_group``, unscaled, if that is what the host would find; else None."""
+        """``_squares_of_group``, unscaled. None if a script has changed the gradients since, and without offload."""
         return self._squares[group_index] / self.loss_scale**2 if self._squares else None
 
     def independent_gradient_partition_epilogue(self) -> None:
@@ -173,7 +173,7 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
             self._complete_gradients()
 
     def finalize_gradient_accumulation_boundary(self) -> None:
-        """The same where the script says when a step ends."""
+        """``independent_gradient_partition_epilogue``, where the script says when a step ends."""
         if not self.cpu_offload:
             super().finalize_gradient_accumulation_boundary()
             return

@@ -128,7 +128,7 @@ def train(optimizer: str, steps: int) -> dict[str, Any]:
         found["busiest"] = max(zero.plan.moved_by_rank(RANKS)) * size
         found["planned in all"] = sum(zero.plan.moved_by_rank()) // 2 * size
         found["travels"] = [
-            (unit.name, [held.rank for held in unit.slices], unit.owner)
+            (unit.name, [part.rank for part in unit.slices], unit.owner)
             for group in zero.plan.groups
             for unit in group.travellers
         ]

@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.unit.pure.test_layers import MODULES, ON_REQUEST, engine, imports, is_instrument  # noqa: E402
 
-# In reading order, as the docstring of zero.py has them.
+# Those of the step in docs/how-it-works.md, in reading order, without what they stand on.
 STEP = (
     *("zero", "guard", "optimizer", "update", "normuon", "muon_group", "plan.partition", "plan.owners", "exchange"),
     *("orthogonalize", "orthogonalize.newton_schulz"),

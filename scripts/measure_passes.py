@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ds_muon.bench.clock import Yardstick
 from ds_muon.layout import Piece
-from ds_muon.passes import Held, Segments, Where, torch_passes
+from ds_muon.passes import Held, Moves, Segments, torch_passes
 
 Shape = tuple[int, int, int]
 
@@ -53,17 +53,17 @@ def passes(shapes: Sequence[Shape], first: Tensor, second: Tensor) -> Iterator[P
         Held(Piece((), 0, 1, size), 0, end - size, size) for size, end in zip(sizes, accumulate(sizes), strict=True)
     ]
     segments = Segments.of(held, elements, device)
-    where = Where(segments, torch.ones(len(sizes), dtype=torch.bool, device=device))
+    moves = Moves(segments, torch.ones(len(sizes), dtype=torch.bool, device=device))
     together = torch.ones((), dtype=torch.bool, device=device)
 
     for dtype in (torch.float32, torch.bfloat16):
 
-        def momentum(flags: Tensor | Where, buffer: Tensor, module: ModuleType) -> None:
-            module.advance_momentum_(first, buffer, momentum=0.95, nesterov=True, where=flags)
+        def momentum(flags: Tensor | Moves, buffer: Tensor, module: ModuleType) -> None:
+            module.advance_momentum_(first, buffer, momentum=0.95, nesterov=True, moves=flags)
 
         title, size = f"momentum, {str(dtype).removeprefix('torch.')}", elements * (8 + 2 * dtype.itemsize)
         buffer = second.to(dtype)
-        yield Pass(title, size, partial(momentum, where, buffer), partial(momentum, together, buffer))
+        yield Pass(title, size, partial(momentum, moves, buffer), partial(momentum, together, buffer))
         del buffer
 
     def store(outputs: Tensor, targets: Sequence[Tensor], module: ModuleType) -> None:
@@ -75,11 +75,11 @@ def passes(shapes: Sequence[Shape], first: Tensor, second: Tensor) -> Iterator[P
     yield Pass("update, fp16 to fp32", 6 * outputs.numel(), partial(store, outputs, targets))
     del outputs, targets
 
-    def apply(flags: Where | None, module: ModuleType) -> None:
+    def apply(flags: Moves | None, module: ModuleType) -> None:
         # A rate of 1 leaves the update as large as it is.
-        module.apply_update_(first, second, lr=1.0, weight_decay=0.1, where=flags)
+        module.apply_update_(first, second, lr=1.0, weight_decay=0.1, moves=flags)
 
-    yield Pass("decay and apply", 12 * elements, partial(apply, where), partial(apply, None))
+    yield Pass("decay and apply", 12 * elements, partial(apply, moves), partial(apply, None))
 
     def squares(cut: Segments | None, module: ModuleType) -> None:
         module.sum_of_squares(first, cut)

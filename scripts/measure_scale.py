@@ -99,7 +99,7 @@ def planned(shapes: Shapes, ranks: int, shrink: int = 1, rates: Rates = RATES) -
 
 def messages(plan: GroupPlan) -> Counter[int]:
     """By rank, how many others it sends slices to or receives them from; as many travel back."""
-    pairs = {(held.rank, unit.owner) for unit in plan.units for held in unit.slices if held.rank != unit.owner}
+    pairs = {(part.rank, unit.owner) for unit in plan.units for part in unit.slices if part.rank != unit.owner}
     return Counter(rank for pair in pairs for rank in pair)
 
 
@@ -146,8 +146,8 @@ def step_ms(plan: GroupPlan, rank: int, names: list[str], steps: int) -> float:
 
     def step() -> None:
         moves = group.squares(partition).ne(0)
-        group.where(partition, moves)
-        in_turns([group.updates(partition, None, moves)])
+        group.moves_here(partition, moves)
+        in_turns([group.run_stage(partition, None, moves)])
 
     with patch.object(MuonGroup, "orthogonalize", zeros), patch.object(dist, "all_to_all_single", sends_nothing):
         return median_ms(step, steps)

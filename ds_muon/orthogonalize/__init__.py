@@ -74,8 +74,8 @@ def batches(
     for index, shape in enumerate(shapes):
         by_shape.setdefault(shape, []).append(index)
     for (rows, cols), indices in by_shape.items():
-        squares = settings.iteration(rows, cols).squares
-        limit = WORKSPACE_BYTES // max(1, backend.workspace(rows, cols, settings.dtype, squares))
+        buffers = settings.iteration(rows, cols).buffers
+        limit = WORKSPACE_BYTES // max(1, backend.workspace(rows, cols, settings.dtype, buffers))
         if most is not None:
             limit = min(limit, most // max(1, rows * cols * torch.float32.itemsize))
         chunks = len(indices) if alone else -(-len(indices) // max(1, limit))

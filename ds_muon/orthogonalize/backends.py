@@ -29,11 +29,11 @@ class Backend(Protocol):
     def alone(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether a matrix must be a batch of its own, because its result might depend on others in the batch."""
 
-    def workspace(self, rows: int, cols: int, dtype: torch.dtype, squares: int) -> int:
+    def workspace(self, rows: int, cols: int, dtype: torch.dtype, buffers: int) -> int:
         """Bytes that ``run`` allocates for each (rows, cols) matrix of a batch, its result included.
 
         Args:
-            squares: of the ``Iteration``.
+            buffers: of the ``Iteration``.
         """
 
     def run(self, matrices: Sequence[Tensor], iteration: Iteration) -> Tensor:

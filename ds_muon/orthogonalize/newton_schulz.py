@@ -58,7 +58,7 @@ class Iteration:
         return len(self.blocks)
 
     @property
-    def squares(self) -> int:
+    def buffers(self) -> int:
         """How many (batch, m, m) buffers the products can use in turns.
 
         The standard form needs R and W. The Gram form writes up to four others until it has last read a result.

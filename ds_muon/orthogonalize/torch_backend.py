@@ -21,10 +21,10 @@ class TorchOperations:
         # Vendors choose another order of summation for another batch, in fp32 nearly always.
         return device.type == "cpu" or dtype == torch.float32
 
-    def workspace(self, rows: int, cols: int, dtype: torch.dtype, squares: int) -> int:
+    def workspace(self, rows: int, cols: int, dtype: torch.dtype, buffers: int) -> int:
         m, n = sorted((rows, cols))
         # A copy in fp32, one in fp64 for the norm; X before and after.
-        return 12 * m * n + dtype.itemsize * (2 * m * n + squares * m * m)
+        return 12 * m * n + dtype.itemsize * (2 * m * n + buffers * m * m)
 
     def run(self, matrices: Sequence[Tensor], iteration: Iteration) -> Tensor:
         x = normalize(matrices, iteration.dtype, iteration.eps)

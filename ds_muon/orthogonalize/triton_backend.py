@@ -53,22 +53,22 @@ class TritonProducts:
     makes of squares of 128 on its diagonal.
 
     Args:
-        squares: memory for (batch, m, m) results, as ``_empty`` makes it, to be overwritten in turns. None: each result
+        buffers: memory for (batch, m, m) results, as ``_empty`` makes it, to be overwritten in turns. None: each result
             gets its own.
         tile: for every product; by ``choose_tile`` unless given.
     """
 
-    def __init__(self, squares: Sequence[Tensor] | None = None, tile: Tile | None = None) -> None:
-        self._squares = cycle((None,) if squares is None else squares)
+    def __init__(self, buffers: Sequence[Tensor] | None = None, tile: Tile | None = None) -> None:
+        self._buffers = cycle((None,) if buffers is None else buffers)
         self._symmetric = tile
         self._plain = tile and replace(tile, quarters=False)
 
     def symmetric(self, a: Tensor, b: Tensor) -> Tensor:
-        return matmul(a, b, symmetric=True, out=next(self._squares), tile=self._symmetric)
+        return matmul(a, b, symmetric=True, out=next(self._buffers), tile=self._symmetric)
 
     def polynomial(self, r: Tensor, triple: Triple) -> Tensor:
         a, b, c = triple
-        out = next(self._squares)
+        out = next(self._buffers)
         if c == 0:
             return affine(r, beta=b, identity=a, out=out)
         return matmul(r, r, r, alpha=c, beta=b, identity=a, symmetric=True, out=out, tile=self._symmetric)
@@ -85,7 +85,7 @@ class TritonProducts:
 
 
 class TritonBackend:
-    """See ``newton_schulz.Backend``. A batch is worked on in one piece of memory, which its result keeps alive.
+    """See ``backends.Backend``. A batch is worked on in one piece of memory, which its result keeps alive.
 
     Args:
         tile: see ``TritonProducts``.
@@ -100,14 +100,14 @@ class TritonBackend:
     def alone(self, device: torch.device, dtype: torch.dtype) -> bool:
         return False
 
-    def workspace(self, rows: int, cols: int, dtype: torch.dtype, squares: int) -> int:
-        return _layout(1, rows, cols, dtype, squares).nbytes
+    def workspace(self, rows: int, cols: int, dtype: torch.dtype, buffers: int) -> int:
+        return _layout(1, rows, cols, dtype, buffers).nbytes
 
     def run(self, matrices: Sequence[Tensor], iteration: Iteration) -> Tensor:
         matrices = [matrix.contiguous() for matrix in matrices]
         device, (rows, cols) = matrices[0].device, matrices[0].shape
         addresses, aligned = addresses_of(matrices)
-        layout = _layout(len(matrices), rows, cols, iteration.dtype, iteration.squares)
+        layout = _layout(len(matrices), rows, cols, iteration.dtype, iteration.buffers)
         memory = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
 
         def work(addresses: Tensor, memory: Tensor) -> None:
@@ -127,24 +127,24 @@ class TritonBackend:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Of the memory that a batch is worked on in: X twice, the squares, and partial sums, one behind the other.
+    """Of the memory that a batch is worked on in: X twice, the buffers, and partial sums, one behind the other.
 
     Attributes:
         batch, rows, cols, dtype: of the result.
-        squares: of the ``Iteration``.
+        buffers: of the ``Iteration``.
     """
 
     batch: int
     rows: int
     cols: int
     dtype: torch.dtype
-    squares: int
+    buffers: int
 
     @cached_property
     def _pieces(self) -> list[tuple[int, torch.dtype, tuple[int, ...], int]]:
         """Start in bytes, dtype, shape in storage, and what the last dimension is without padding, of all tensors."""
         side, (parts, _) = min(self.rows, self.cols), _parts(self.rows * self.cols)
-        wanted = [(self.dtype, self.rows, self.cols)] * 2 + [(self.dtype, side, side)] * self.squares
+        wanted = [(self.dtype, self.rows, self.cols)] * 2 + [(self.dtype, side, side)] * self.buffers
         shapes: list[tuple[torch.dtype, tuple[int, ...], int]]
         shapes = [(dtype, (self.batch, rows, _pitch(cols, dtype)), cols) for dtype, rows, cols in wanted]
         shapes += [(torch.float64, (self.batch, parts), parts), (torch.float32, (self.batch, parts), parts)]
@@ -162,7 +162,7 @@ class _Layout:
         return self._tensor(memory, *self._pieces[0])
 
     def tensors(self, memory: Tensor) -> list[Tensor]:
-        """X, which becomes the result, another X, the squares, and what ``normalize`` sums up, in its order.
+        """X, which becomes the result, another X, the buffers, and what ``normalize`` sums up, in its order.
 
         Args:
             memory: (nbytes,) uint8.
@@ -176,9 +176,9 @@ class _Layout:
 
 
 @lru_cache(maxsize=1024)
-def _layout(batch: int, rows: int, cols: int, dtype: torch.dtype, squares: int) -> _Layout:
+def _layout(batch: int, rows: int, cols: int, dtype: torch.dtype, buffers: int) -> _Layout:
     """The same object every time, for it works out its pieces once."""
-    return _Layout(batch, rows, cols, dtype, squares)
+    return _Layout(batch, rows, cols, dtype, buffers)
 
 
 def _orthogonalize(
@@ -189,11 +189,11 @@ def _orthogonalize(
 
     def load(addresses: Tensor, *room: Tensor) -> tuple[Tensor, TritonProducts, Tensor]:
         result, other, *rest = room
-        squares, sums = rest[: layout.squares], rest[layout.squares :]
+        buffers, sums = rest[: layout.buffers], rest[layout.buffers :]
         # The passes write to both in turns, and the last one to the result.
         x, other = (other, result) if iteration.multiplications % 2 else (result, other)
         normalize(addresses, x, iteration.eps, sums, aligned=aligned)
-        return x.mT if tall else x, TritonProducts(squares, tile), other.mT if tall else other
+        return x.mT if tall else x, TritonProducts(buffers, tile), other.mT if tall else other
 
     def multiply(ready: tuple[Tensor, TritonProducts, Tensor]) -> None:
         iteration.run(*ready)

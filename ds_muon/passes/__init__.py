@@ -19,7 +19,7 @@ from torch import Tensor
 from ds_muon.kernels.available import why_not
 from ds_muon.passes import torch_passes
 from ds_muon.passes.lift import Goal, LiftFailed
-from ds_muon.passes.segments import Held, Segments, Where
+from ds_muon.passes.segments import Held, Moves, Segments
 from ds_muon.passes.torch_passes import LARGEST_IN_LIST, chunk_on, rows_of
 from ds_muon.say import log
 
@@ -27,8 +27,8 @@ __all__ = [
     "LARGEST_IN_LIST",
     "Goal",
     "Held",
+    "Moves",
     "Segments",
-    "Where",
     "advance_momentum_",
     "apply_update_",
     "chunk_on",

@@ -24,7 +24,7 @@ from ds_muon.files import writing
 from ds_muon.layout import Piece
 from ds_muon.passes import torch_passes
 from ds_muon.passes.lift import Goal, Lift, LiftFailed
-from ds_muon.passes.segments import SPAN, Segments, Where
+from ds_muon.passes.segments import SPAN, Moves, Segments
 from ds_muon.passes.torch_passes import of_matrices, store_updates, sums_across
 
 __all__ = ["adamw_", "advance_momentum_", "apply_update_", "round_to", "store_updates", "sum_of_squares"]
@@ -92,21 +92,21 @@ def advance_momentum_(
     *,
     momentum: float,
     nesterov: bool,
-    where: Tensor | Where | None = None,
+    moves: Tensor | Moves | None = None,
     into: Tensor | Goal | None = None,
 ) -> None:
     """See ``torch_passes.advance_momentum_``. U may also go up to a ``Goal``."""
     g, m = _flat(gradient), _flat(momentum_buffer, torch.float32, torch.bfloat16)
     u, lift = _to(g if into is None else into, torch.float32)
-    runs = _runs(where, g, m, u)
+    runs = _runs(moves, g, m, u)
     if runs is None:
         made = u if lift is None else torch.empty_like(g)
-        torch_passes.advance_momentum_(g, m, momentum=momentum, nesterov=nesterov, where=where, into=made)
+        torch_passes.advance_momentum_(g, m, momentum=momentum, nesterov=nesterov, moves=moves, into=made)
         if made is not u:
             u.copy_(made)
         return
-    for start, end, moves in runs:
-        if moves:
+    for start, end, flag in runs:
+        if flag:
             of_g, of_m, of_u = _from(start, g, m, u)
             failed = _LIBRARY.ds_muon_advance(
                 of_g, of_m, of_u, lift, int(m.dtype == torch.bfloat16), end - start,
@@ -123,7 +123,7 @@ def apply_update_(
     *,
     lr: float,
     weight_decay: float,
-    where: Where | None = None,
+    moves: Moves | None = None,
     scale: float = 1.0,
     rounded: Tensor | Goal | None = None,
 ) -> None:
@@ -131,14 +131,14 @@ def apply_update_(
     w, u = _flat(weight), _flat(update, *_DTYPES)
     r, lift = _to(w if rounded is None else rounded, *_DTYPES)
     to = -1 if rounded is None else _DTYPES[r.dtype]
-    runs = _runs(where, w, u, r)
+    runs = _runs(moves, w, u, r)
     if runs is None:
-        torch_passes.apply_update_(weight, update, lr=lr, weight_decay=weight_decay, where=where, scale=scale)
+        torch_passes.apply_update_(weight, update, lr=lr, weight_decay=weight_decay, moves=moves, scale=scale)
         runs = [(0, w.numel(), False)]
-    for start, end, moves in runs:
+    for start, end, flag in runs:
         of_w, of_u, of_r = _from(start, w, u, r)
         failed = _LIBRARY.ds_muon_apply(
-            of_w, of_u, _DTYPES[u.dtype] if moves else -1, of_r, lift, to, end - start, scale, lr, 1 - lr * weight_decay
+            of_w, of_u, _DTYPES[u.dtype] if flag else -1, of_r, lift, to, end - start, scale, lr, 1 - lr * weight_decay
         )
         _check(failed)
 
@@ -238,7 +238,7 @@ def _from(start: int, *tensors: Tensor) -> list[int]:
     return [tensor.data_ptr() + start * tensor.element_size() for tensor in tensors]
 
 
-def _runs(where: Tensor | Where | None, *tensors: Tensor) -> list[tuple[int, int, bool]] | None:
+def _runs(moves: Tensor | Moves | None, *tensors: Tensor) -> list[tuple[int, int, bool]] | None:
     """First element, end and flag of what the loops pass over; None if neighbouring elements have flags of their own.
 
     Raises:
@@ -247,6 +247,6 @@ def _runs(where: Tensor | Where | None, *tensors: Tensor) -> list[tuple[int, int
     numel = tensors[0].numel()
     if any(tensor.numel() != numel for tensor in tensors):
         raise ValueError(f"the loops need equally many elements, not {[tensor.numel() for tensor in tensors]}")
-    if isinstance(where, Where):
-        return where.runs(numel)
-    return [(0, numel, where is None or bool(where))]
+    if isinstance(moves, Moves):
+        return moves.runs(numel)
+    return [(0, numel, moves is None or bool(moves))]

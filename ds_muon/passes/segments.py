@@ -148,10 +148,11 @@ class Segments:
 
 
 @dataclass(frozen=True, eq=False)
-class Where:
-    """One flag for each matrix of a flat tensor: (matrices,) bool, contiguous, on its device.
+class Moves:
+    """Which matrices of a flat tensor move.
 
     Attributes:
+        flags: one for each matrix: (matrices,) bool, contiguous, on the tensor's device.
         start: the element of that tensor with which begins what a pass works on.
 
     Raises:
@@ -166,7 +167,7 @@ class Where:
         if self.flags.shape != (self.segments.matrices,):
             raise ValueError(f"{self.segments.matrices} matrices need as many flags, not {tuple(self.flags.shape)}")
 
-    def starting(self, start: int) -> Where:
+    def starting(self, start: int) -> Moves:
         """The same for what begins with this element of the flat tensor."""
         return replace(self, start=start)
 

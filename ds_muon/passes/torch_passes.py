@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ds_muon.layout import Piece
-from ds_muon.passes.segments import Segments, Where
+from ds_muon.passes.segments import Moves, Segments
 
 # Elements that a pass works on at a time. Bounds temporaries: in fp32 to 64 MiB, in fp64 or of indices to 128 MiB.
 _CHUNK = 1 << 24
@@ -31,7 +31,7 @@ def advance_momentum_(
     *,
     momentum: float,
     nesterov: bool,
-    where: Tensor | Where | None = None,
+    moves: Tensor | Moves | None = None,
     into: Tensor | None = None,
 ) -> None:
     """Advance the momentum by one gradient and overwrite the gradient with U.
@@ -45,7 +45,7 @@ def advance_momentum_(
             arithmetic is in fp32 either way.
         momentum: weight of the past, in [0, 1).
         nesterov: look ahead by one step.
-        where: bool scalar on the same device, or one flag for each matrix of flat tensors; None stands for true. False
+        moves: bool scalar on the same device, or one flag for each matrix of flat tensors; None stands for true. False
             leaves the momentum as it is and makes U exactly zero, whatever the gradient holds. The host does not wait.
         into: on the host, where U goes in place of the gradient, which then stays: fp32, as many elements, contiguous.
     """
@@ -56,19 +56,19 @@ def advance_momentum_(
         step = g - before
         # From the nearer end, as torch.lerp does. Else a large M, of which little stays, would cost digits of G.
         average = g - step.mul_(momentum) if momentum < 0.5 else step.mul_(1 - momentum).add_(before)
-        moves = _flags(where, index * size, g)
-        if moves is None:
+        flags = _flags(moves, index * size, g)
+        if flags is None:
             m.copy_(average)
         else:
-            torch.where(moves, average, before, out=before)
+            torch.where(flags, average, before, out=before)
             m.copy_(before)
         if nesterov:
             # Equal to G + momentum (M - G), without its cancellation where M is small.
             torch.mul(g, 1 - momentum, out=u).add_(average.mul_(momentum))
         else:
             u.copy_(average)
-        if moves is not None:
-            u.masked_fill_(moves.logical_not(), 0)
+        if flags is not None:
+            u.masked_fill_(flags.logical_not(), 0)
 
 
 def store_updates(
@@ -100,7 +100,7 @@ def apply_update_(
     *,
     lr: float,
     weight_decay: float,
-    where: Where | None = None,
+    moves: Moves | None = None,
     scale: float = 1.0,
     rounded: Tensor | None = None,
 ) -> None:
@@ -111,7 +111,7 @@ def apply_update_(
         update: fp32, same shape, contiguous; overwritten with undefined values. On the host half precision as well.
         lr: learning rate.
         weight_decay: decoupled. With 0, W is not multiplied at all.
-        where: one flag for each matrix of flat tensors. Matrices with false do not decay; their update must be zero.
+        moves: one flag for each matrix of flat tensors. Matrices with false do not decay; their update must be zero.
         scale: as ``store_updates`` takes it, on the host.
         rounded: on the host, is overwritten with the new weights: any float dtype, as many elements, contiguous.
     """
@@ -119,7 +119,7 @@ def apply_update_(
     pieces = (torch.split(tensor.view(-1), size) for tensor in (weight, update))
     for index, (w, u) in enumerate(zip(*pieces, strict=True)):
         if weight_decay != 0:
-            decays = _flags(where, index * size, w)
+            decays = _flags(moves, index * size, w)
             if decays is None:
                 w.mul_(1 - lr * weight_decay)
             else:
@@ -207,8 +207,8 @@ def _sum(x: Tensor) -> Tensor:
     return torch.stack(norms).square_().sum()
 
 
-def _flags(where: Tensor | Where | None, start: int, chunk: Tensor) -> Tensor | None:
+def _flags(moves: Tensor | Moves | None, start: int, chunk: Tensor) -> Tensor | None:
     """The flags of the chunk from this element on: a scalar, or one for each element. None stands for true."""
-    if not isinstance(where, Where):
-        return where
-    return where.of_elements(start, start + chunk.numel()) if len(where.segments) else None
+    if not isinstance(moves, Moves):
+        return moves
+    return moves.of_elements(start, start + chunk.numel()) if len(moves.segments) else None

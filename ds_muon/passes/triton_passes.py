@@ -13,7 +13,7 @@ from torch import Tensor
 from ds_muon.kernels import ahead, elementwise
 from ds_muon.kernels.launch import addresses_of, ceil_div, on
 from ds_muon.layout import Piece
-from ds_muon.passes.segments import BLOCK, SPAN, Held, Segments, Where
+from ds_muon.passes.segments import BLOCK, SPAN, Held, Moves, Segments
 from ds_muon.passes.torch_passes import of_matrices
 
 # Side of the square of a matrix that one program works on.
@@ -31,7 +31,7 @@ def advance_momentum_(
     *,
     momentum: float,
     nesterov: bool,
-    where: Tensor | Where | None = None,
+    moves: Tensor | Moves | None = None,
     into: None = None,
 ) -> None:
     """See ``torch_passes.advance_momentum_``. ``into`` is for the host alone."""
@@ -41,7 +41,7 @@ def advance_momentum_(
     if numel:
         with on(gradient.device):
             elementwise.advance_momentum[(ceil_div(numel, BLOCK),)](
-                gradient, momentum_buffer, *_flags(where), numel, float(momentum), float(1 - momentum),
+                gradient, momentum_buffer, *_flags(moves), numel, float(momentum), float(1 - momentum),
                 NEAR_GRADIENT=momentum < 0.5, NESTEROV=bool(nesterov), BLOCK=BLOCK, **EXACT,
             )  # fmt: skip
 
@@ -77,7 +77,7 @@ def apply_update_(
     *,
     lr: float,
     weight_decay: float,
-    where: Where | None = None,
+    moves: Moves | None = None,
     scale: float = 1.0,
     rounded: None = None,
 ) -> None:
@@ -89,7 +89,7 @@ def apply_update_(
     if numel:
         with on(weight.device):
             elementwise.apply_update[(ceil_div(numel, BLOCK),)](
-                weight, update, *_flags(where if decays else None), numel, float(lr), float(1 - lr * weight_decay),
+                weight, update, *_flags(moves if decays else None), numel, float(lr), float(1 - lr * weight_decay),
                 DECAYS=decays, BLOCK=BLOCK, **EXACT,
             )  # fmt: skip
 
@@ -128,30 +128,30 @@ def compile_ahead(
     rows, cols = SIDE, 2 * SIDE
     flat = torch.empty(rows * cols, dtype=torch.float32, device=device)
     segments = Segments.of([Held(Piece((), 0, rows, cols), 0, 0, flat.numel())], flat.numel(), device)
-    where = Where(segments, torch.ones(1, dtype=torch.bool, device=device))
+    moves = Moves(segments, torch.ones(1, dtype=torch.bool, device=device))
     outputs = torch.empty(2, rows, cols, dtype=result_dtype, device=device)
 
     def launch() -> None:
         sum_of_squares(flat)
         sum_of_squares(flat, segments)
         buffer = flat.to(momentum_dtype)
-        advance_momentum_(flat, buffer, momentum=momentum, nesterov=nesterov, where=where)
+        advance_momentum_(flat, buffer, momentum=momentum, nesterov=nesterov, moves=moves)
         store_updates(outputs, [flat.view(rows, cols)] * len(outputs))
-        apply_update_(flat, flat, lr=0.0, weight_decay=weight_decay, where=where)
+        apply_update_(flat, flat, lr=0.0, weight_decay=weight_decay, moves=moves)
 
     ahead.compile_ahead(elementwise, launch)
 
 
-def _flags(where: Tensor | Where | None) -> tuple[Tensor | None, ...]:
+def _flags(moves: Tensor | Moves | None) -> tuple[Tensor | None, ...]:
     """The flags, and the tables by which blocks and elements find theirs."""
-    if not isinstance(where, Where):
-        return where, None, None, None, None
-    segments = where.segments
+    if not isinstance(moves, Moves):
+        return moves, None, None, None, None
+    segments = moves.segments
     if not len(segments):  # nothing but padding
         return None, None, None, None, None
     striped = segments.striped
     tables = (None, None) if striped is None else (striped.table, striped.labels)
-    return where.flags, segments.bounds, segments.of_block, *tables
+    return moves.flags, segments.bounds, segments.of_block, *tables
 
 
 def _elements(first: Tensor, *others: Tensor) -> int:

@@ -4,8 +4,8 @@
                      + bytes of U and O it sends and receives / bytes per second of its link
     time of a step = the largest of these + a fixed time for each param group in which anything travels
 
-The model leaves out overlap and how well a shape runs. To choose owners it takes all links to be alike, those between
-nodes. But among ranks that have time for a matrix, those of the node that holds most of it come first.
+The model leaves out overlap and how well a shape runs. To choose owners it takes every link to be as slow as one
+between nodes. But among ranks that have time for a matrix, those of the node that holds most of it come first.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class GroupPlan:
 
     def held(self, rank: int) -> tuple[tuple[Unit, Slice], ...]:
         """Every unit that ``rank`` holds a slice of, with that slice."""
-        return tuple((unit, held) for unit in self.units for held in unit.slices if held.rank == rank)
+        return tuple((unit, part) for unit in self.units for part in unit.slices if part.rank == rank)
 
     def owned_travellers(self, rank: int) -> tuple[Unit, ...]:
         return tuple(unit for unit in self.travellers if unit.owner == rank)
@@ -135,8 +135,8 @@ class GroupPlan:
 
     def _by_peer(self, slices: Iterable[tuple[int, Unit, Slice]]) -> tuple[tuple[tuple[Unit, Slice], ...], ...]:
         found: list[list[tuple[Unit, Slice]]] = [[] for _ in range(self.world_size)]
-        for peer, unit, held in slices:
-            found[peer].append((unit, held))
+        for peer, unit, part in slices:
+            found[peer].append((unit, part))
         return tuple(map(tuple, found))
 
 
@@ -172,10 +172,10 @@ class Plan:
         """
         moved = [0] * len(self.loads)
         for unit in self.units:
-            for held in unit.slices:
-                if held.rank // ranks_per_node != unit.owner // ranks_per_node:
-                    moved[held.rank] += held.numel
-                    moved[unit.owner] += held.numel
+            for part in unit.slices:
+                if part.rank // ranks_per_node != unit.owner // ranks_per_node:
+                    moved[part.rank] += part.numel
+                    moved[unit.owner] += part.numel
         return tuple(moved)
 
     def seconds(self, rates: Rates = RATES, *, element_bytes: int = ELEMENT_BYTES) -> float:
@@ -184,9 +184,9 @@ class Plan:
         Arguments as for ``make_plan``.
         """
         exchanges = sum(bool(group.travellers) for group in self.groups)
-        between = self.moved_by_rank(rates.ranks_per_node or 1)
-        ranks = zip(self.loads, between, self.moved_by_rank(), strict=True)
-        busiest = max(rates.of_rank(load, element_bytes * n, element_bytes * (every - n)) for load, n, every in ranks)
+        size, moved = element_bytes, (self.moved_by_rank(rates.ranks_per_node or 1), self.moved_by_rank())
+        ranks = zip(self.loads, *moved, strict=True)
+        busiest = max(rates.of_rank(load, size * across, size * (total - across)) for load, across, total in ranks)
         return busiest + exchanges * rates.exchange_seconds
 
     @property
@@ -229,7 +229,7 @@ def make_plan(
         stored: layout of tensors by name; "out_in" by default.
         pieces: of tensors by name, in order; by default a tensor is one matrix, and its shape is that of a matrix.
     """
-    held = [
+    cut_groups = [
         GroupPlan(
             world_size,
             layout.partition_size,
@@ -243,7 +243,7 @@ def make_plan(
         )
         for group, layout in zip(groups, layouts, strict=True)
     ]
-    return with_owners(held, world_size, cost, rates=rates, element_bytes=element_bytes)
+    return with_owners(cut_groups, world_size, cost, rates=rates, element_bytes=element_bytes)
 
 
 def with_owners(
@@ -260,7 +260,7 @@ def with_owners(
         Work(
             g,
             sum(cost(matrix.rows, matrix.cols) for matrix in unit.matrices),
-            tuple((held.rank, held.numel) for held in unit.slices),
+            tuple((part.rank, part.numel) for part in unit.slices),
         )
         for g, group in enumerate(groups)
         for unit in group.units

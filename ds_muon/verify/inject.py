@@ -23,7 +23,7 @@ from ds_muon.guard import Findings, Verdict
 from ds_muon.layout import out_and_in
 from ds_muon.muon_group import MuonGroup, in_turns
 from ds_muon.orthogonalize import orthogonalize
-from ds_muon.passes import Where
+from ds_muon.passes import Moves
 from ds_muon.plan.partition import GroupPlan, Matrix, Unit
 from ds_muon.plan.zero_layout import Slice
 from ds_muon.update import advance_row_variance, update_scale
@@ -136,9 +136,9 @@ def _not_averaged(zero: Any, replace: _Replace) -> None:
 def _momentum_twice(zero: Any, replace: _Replace) -> None:
     """The momentum takes in the same gradient two times."""
 
-    def advance(original: Callable[..., None], group_index: int, gradient: Tensor, where: Where) -> None:
-        original(group_index, gradient.clone(), where)
-        original(group_index, gradient, where)
+    def advance(original: Callable[..., None], group_index: int, gradient: Tensor, moves: Moves) -> None:
+        original(group_index, gradient.clone(), moves)
+        original(group_index, gradient, moves)
 
     replace("advance_momentum_", advance, zero.optimizer)
 
@@ -175,11 +175,11 @@ def _slice(zero: Any, replace: _Replace) -> None:
 
     def orthogonalize_slices(group: MuonGroup, plan: GroupPlan, begun: _Begun) -> None:
         partition, variance = begun.partition, begun.variance
-        for unit, held in plan.held(_rank(zero)):
+        for unit, part in plan.held(_rank(zero)):
             if not unit.straddles:
                 continue
             alone = partition.new_zeros(unit.rows, unit.cols)
-            alone.view(-1)[held.start : held.start + held.numel] = _held(begun.u, held)
+            alone.view(-1)[part.start : part.start + part.numel] = _held(begun.u, part)
             for matrix in unit.matrices:
                 (output,) = orthogonalize([matrix.piece.matrix(alone, matrix.number)], zero.newton_schulz)
                 if group.row_variance is not None and variance is not None:
@@ -190,7 +190,7 @@ def _slice(zero: Any, replace: _Replace) -> None:
                 matrix.piece.store(output, alone, matrix.number)
                 if not matrix.piece.strips:
                     alone = output
-            _held(partition, held).copy_(alone.reshape(-1)[held.start : held.start + held.numel])
+            _held(partition, part).copy_(alone.reshape(-1)[part.start : part.start + part.numel])
 
     _spoil_updates(zero, replace, orthogonalize_slices)
 
@@ -199,7 +199,7 @@ def _orthogonalized_twice(zero: Any, replace: _Replace) -> None:
     """Newton-Schulz runs on the result of Newton-Schulz, as when two layers of code each do it."""
 
     def orthogonalize_twice(group: MuonGroup, plan: GroupPlan, begun: _Begun) -> None:
-        in_turns([MuonGroup.updates(group, begun.partition, begun.variance, begun.moves)])
+        in_turns([MuonGroup.run_stage(group, begun.partition, begun.variance, begun.moves)])
 
     _spoil_updates(zero, replace, orthogonalize_twice)
 
@@ -214,9 +214,9 @@ def _transposed(zero: Any, replace: _Replace) -> None:
         raise CannotVerify("no tall matrix lies whole on one rank")
 
     def transpose(group: MuonGroup, plan: GroupPlan, begun: _Begun) -> None:
-        for unit, held in plan.held(_rank(zero)):
+        for unit, part in plan.held(_rank(zero)):
             if is_tall(unit):
-                stored = _held(begun.partition, held)
+                stored = _held(begun.partition, part)
                 stored.copy_(stored.view(unit.rows, unit.cols).mT.reshape(-1))
 
     _spoil_updates(zero, replace, transpose)
@@ -392,7 +392,7 @@ def _spoil_updates(zero: Any, replace: _Replace, spoil: Callable[[MuonGroup, Gro
         raise CannotVerify("with CPU offload updates lie in several places: plant it without offload_optimizer")
     for plan, group in zip(zero.plan.groups, zero.muon_groups, strict=True):
 
-        def updates(
+        def run_stage(
             original: Callable[..., Iterator[None]],
             partition: Tensor,
             variance: Tensor | None,
@@ -405,11 +405,11 @@ def _spoil_updates(zero: Any, replace: _Replace, spoil: Callable[[MuonGroup, Gro
             yield from original(partition, variance, moves, advance)
             spoil(group, plan, begun)
 
-        replace("updates", updates, group)
+        replace("run_stage", run_stage, group)
 
 
-def _held(partition: Tensor, held: Slice) -> Tensor:
-    return partition.narrow(0, held.offset, held.numel)
+def _held(partition: Tensor, part: Slice) -> Tensor:
+    return partition.narrow(0, part.offset, part.numel)
 
 
 def _a_straddling_matrix(zero: Any) -> None:

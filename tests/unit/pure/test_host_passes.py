@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ds_muon import passes
 from ds_muon.layout import Piece, Strip
-from ds_muon.passes import Held, Segments, Where, host_passes, lift, torch_passes
+from ds_muon.passes import Held, Moves, Segments, host_passes, lift, torch_passes
 from tests.unit.support.cases import pairwise
 
 # Less than a vector, ends of vectors, more than a thread's block.
@@ -37,14 +37,14 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
     return left.dtype == right.dtype and torch.equal(left.view(integers), right.view(integers))
 
 
-def some_move(count: int, flags: str) -> Where | None:
+def some_move(count: int, flags: str) -> Moves | None:
     """Three matrices, or fewer, of which the second does not move."""
     if flags == "none":
         return None
     edges = [*sorted({0, count // 3, count // 2}), count]
     held = [Held(Piece((), 0, 1, end - start), 0, start, end - start) for start, end in itertools.pairwise(edges)]
     segments = Segments.of(held, count, torch.device("cpu"))
-    return Where(segments, torch.tensor([flags == "all" or i != 1 for i in range(len(held))]))
+    return Moves(segments, torch.tensor([flags == "all" or i != 1 for i in range(len(held))]))
 
 
 @pairwise(
@@ -58,22 +58,22 @@ def some_move(count: int, flags: str) -> Where | None:
 def test_the_momentum_has_the_bits_of_torch(
     length: int, momentum: float, nesterov: bool, dtype: torch.dtype, flags: str, elsewhere: bool
 ) -> None:
-    where = some_move(length, flags)
+    moves = some_move(length, flags)
     expected, found = ((numbers(length, 1), numbers(length, 2, dtype)) for _ in range(2))
     settings = {"momentum": momentum, "nesterov": nesterov}
-    torch_passes.advance_momentum_(*expected, **settings, where=where)  # type: ignore[arg-type]
+    torch_passes.advance_momentum_(*expected, **settings, moves=moves)  # type: ignore[arg-type]
     u = torch.full((length,), torch.nan) if elsewhere else found[0]
     # In two parts, the second of which begins within a matrix.
     for part in (slice(0, length // 4), slice(length // 4, length)):
-        here = None if where is None else where.starting(part.start)
+        here = None if moves is None else moves.starting(part.start)
         into = u[part] if elsewhere else None
         g, m = (tensor[part] for tensor in found)
-        host_passes.advance_momentum_(g, m, **settings, where=here, into=into)  # type: ignore[arg-type]
+        host_passes.advance_momentum_(g, m, **settings, moves=here, into=into)  # type: ignore[arg-type]
     assert all(same_bits(a, b) for a, b in zip((u, found[1]), expected, strict=True))
     if elsewhere:
         assert same_bits(found[0], numbers(length, 1))
         g, m = numbers(length, 1), numbers(length, 2, dtype)
-        torch_passes.advance_momentum_(g, m, **settings, where=where, into=u.fill_(torch.nan))  # type: ignore[arg-type]
+        torch_passes.advance_momentum_(g, m, **settings, moves=moves, into=u.fill_(torch.nan))  # type: ignore[arg-type]
         assert all(same_bits(a, b) for a, b in zip((u, m, g), (*expected, found[0]), strict=True))
 
 
@@ -88,13 +88,13 @@ def test_the_momentum_has_the_bits_of_torch(
 def test_an_update_that_is_scaled_on_the_way_has_the_bits_of_one_that_was_stored_first(
     length: int, dtype: torch.dtype, scale: float, weight_decay: float, flags: str, rounded: torch.dtype | None
 ) -> None:
-    where = some_move(length, flags)
+    moves = some_move(length, flags)
     output, update = numbers(length, 3, dtype), torch.empty(length)
-    if where is not None:
-        output[~where.of_elements(0, length)] = 0
+    if moves is not None:
+        output[~moves.of_elements(0, length)] = 0
     by_torch, by_torch_at_once, found = (numbers(length, 4) for _ in range(3))
     torch_passes.store_updates(output.view(1, 1, -1), [update.view(1, -1)], scale=scale)
-    settings = {"lr": 0.02, "weight_decay": weight_decay, "where": where}
+    settings = {"lr": 0.02, "weight_decay": weight_decay, "moves": moves}
     torch_passes.apply_update_(by_torch, update, **settings)  # type: ignore[arg-type]
     goals = [None if rounded is None else torch.full((length,), torch.nan, dtype=rounded) for _ in range(2)]
     host_passes.apply_update_(found, output, **settings, scale=scale, rounded=goals[0])  # type: ignore[arg-type]
@@ -134,11 +134,11 @@ def test_every_number_is_rounded_as_torch_rounds_it() -> None:
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_sums_of_squares_are_exact_and_say_what_is_zero_or_not_finite(length: int) -> None:
-    x, where = numbers(length, 5), some_move(length, "all")
-    assert where is not None
-    sizes = where.segments.sizes
+    x, moves = numbers(length, 5), some_move(length, "all")
+    assert moves is not None
+    sizes = moves.segments.sizes
     expected = [float(part.double().square().sum()) for part in torch.split(x, sizes)]
-    assert host_passes.sum_of_squares(x, where.segments).tolist() == pytest.approx(expected, rel=1e-13)
+    assert host_passes.sum_of_squares(x, moves.segments).tolist() == pytest.approx(expected, rel=1e-13)
     assert float(host_passes.sum_of_squares(x)) == pytest.approx(sum(expected), rel=1e-13)
     assert float(host_passes.sum_of_squares(torch.zeros(length))) == 0
     for bad in (torch.inf, torch.nan):
@@ -189,13 +189,13 @@ class Driver:
 def test_what_is_lifted_arrives_through_slots_that_are_written_again_once_they_have_gone_up(
     length: int, slot: int, dtype: torch.dtype, flags: str, threads: int
 ) -> None:
-    where, driver = some_move(length, flags), Driver(slot)
+    moves, driver = some_move(length, flags), Driver(slot)
     (g, m), (other, same) = ((numbers(length, 1), numbers(length, 2)) for _ in range(2))
     weight, moved, output = numbers(length, 3), numbers(length, 3), numbers(length, 4, dtype)
     u, expected = torch.full((2, length), torch.nan)
     rounded, also = torch.full((2, length), torch.nan, dtype=dtype)
-    blend: dict[str, Any] = {"momentum": 0.95, "nesterov": True, "where": where}
-    move: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "where": where, "scale": 0.5}
+    blend: dict[str, Any] = {"momentum": 0.95, "nesterov": True, "moves": moves}
+    move: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "moves": moves, "scale": 0.5}
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     host_passes.advance_momentum_(g, m, **blend, into=lift.Goal(u, driver.lift))
@@ -235,10 +235,10 @@ def test_matrices_in_strips_of_which_some_do_not_move_have_the_bits_of_torch(axi
     piece = Piece((), 0, *((30, 40), (40, 30))[axis], (Strip(0, 10), Strip(10, 20)), axis)
     # It begins within a row, and lacks the last ones.
     segments = Segments.of([Held(piece, 55, 0, 1000)], 1000, torch.device("cpu"))
-    where = Where(segments, torch.tensor([True, False]))
+    moves = Moves(segments, torch.tensor([True, False]))
     expected, found = ((numbers(1000, 1), numbers(1000, 2)) for _ in range(2))
-    torch_passes.advance_momentum_(*expected, momentum=0.9, nesterov=True, where=where)
-    host_passes.advance_momentum_(*found, momentum=0.9, nesterov=True, where=where)
+    torch_passes.advance_momentum_(*expected, momentum=0.9, nesterov=True, moves=moves)
+    host_passes.advance_momentum_(*found, momentum=0.9, nesterov=True, moves=moves)
     assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
     assert host_passes.sum_of_squares(found[0], segments).tolist() == pytest.approx(
         torch_passes.sum_of_squares(found[0], segments).tolist(), rel=1e-13

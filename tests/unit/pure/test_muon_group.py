@@ -103,8 +103,8 @@ class Rank0:
             run(batch),
         )[1]
 
-    def updates(self) -> Iterator[None]:
-        return self.group.updates(self.partition, None, torch.ones(len(self.plan.units), dtype=torch.bool))
+    def run_stage(self) -> Iterator[None]:
+        return self.group.run_stage(self.partition, None, torch.ones(len(self.plan.units), dtype=torch.bool))
 
     def assert_right(self) -> None:
         for (_, piece), output in zip(self.plan.held(0), self._expected, strict=True):
@@ -114,7 +114,7 @@ class Rank0:
 def test_batches_run_while_slices_of_straddling_matrices_travel(settings: NewtonSchulz) -> None:
     log: list[str] = []
     rank = Rank0([(4, 4), (5, 4), (6, 4), (6, 14), (9, 9)], settings, log)
-    in_turns([rank.updates()])
+    in_turns([rank.run_stage()])
     first, last = log.index("gather is waited for"), log.index("scatter starts")
     assert log[0] == "gather starts" and first > 1  # something ran meanwhile
     assert log[first + 1 : last] == ["1 of 6 rows"]
@@ -151,7 +151,7 @@ def test_a_matrix_waits_in_the_batch_of_a_straddler_where_there_is_other_work(
     monkeypatch.setitem(BACKENDS, "batching", Batching)
     seen: list[str] = []
     rank = Rank0(shapes, replace(NewtonSchulz.resolve(CPU), backend="batching"), seen)
-    in_turns([rank.updates()])
+    in_turns([rank.run_stage()])
     assert seen == [*log, "scatter is waited for"]
     rank.assert_right()
 
@@ -162,7 +162,7 @@ def test_what_one_group_sends_travels_while_another_computes(settings: NewtonSch
     first = Rank0([(6, 14), (7, 9)], settings, log, "first: ")
     others = [Rank0([(4, 4), (6, 14), (9, 9)], settings, log, name) for name in ("second: ", "third: ")]
     ranks = [first, *others]
-    in_turns([rank.updates() for rank in ranks])
+    in_turns([rank.run_stage() for rank in ranks])
     assert log == [
         *("first: gather starts", "second: gather starts"),
         *("first: gather is waited for", "first: 1 of 6 rows", "first: scatter starts"),
@@ -194,7 +194,7 @@ def test_what_was_gathered_is_freed_before_the_rest_runs(settings: NewtonSchulz)
 
     rank.group.exchange.gather = noted  # type: ignore[method-assign]
     rank.group.orthogonalize = looked  # type: ignore[method-assign]
-    in_turns([rank.updates()])
+    in_turns([rank.run_stage()])
     after = len(log) - log.index("scatter starts") - 2
     assert after >= 1 and alive[-after:] == [False] * after and all(alive[:-after])
 

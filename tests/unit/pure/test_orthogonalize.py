@@ -317,11 +317,11 @@ def test_no_more_squares_are_in_use_than_it_says(table: str, form: str) -> None:
         x = (gaussian(24, 64) / 40).to(dtype)[None]
         iteration = iteration_of(form, package.schedule(table, steps), dtype)
         right = iteration.run(x, TorchOperations())
-        assert torch.equal(iteration.run(x, Recycling(iteration.squares)), right)
+        assert torch.equal(iteration.run(x, Recycling(iteration.buffers)), right)
     if form == "gram":
         x = (gaussian(24, 64) / 40).half()[None]
         iteration = iteration_of(form, package.schedule("quintic", 5), torch.float16)
-        assert iteration.run(x, Recycling(iteration.squares - 1)).isnan().any()
+        assert iteration.run(x, Recycling(iteration.buffers - 1)).isnan().any()
 
 
 class Counting(TorchOperations):

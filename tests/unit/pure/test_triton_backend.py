@@ -298,7 +298,7 @@ def test_tiles_agree_bit_for_bit(dtype: torch.dtype) -> None:
 def normalized(matrices: list[Tensor], dtype: torch.dtype, eps: float = 1e-15) -> Tensor:
     addresses = torch.tensor([matrix.data_ptr() for matrix in matrices], device=DEVICE)
     aligned = all(matrix.data_ptr() % 16 == 0 for matrix in matrices)
-    layout = triton_backend._Layout(len(matrices), *matrices[0].shape, dtype, squares=0)
+    layout = triton_backend._Layout(len(matrices), *matrices[0].shape, dtype, buffers=0)
     out, _, *sums = layout.tensors(torch.empty(layout.nbytes, dtype=torch.uint8, device=DEVICE))
     triton_backend.normalize(addresses, out, eps, sums, aligned=aligned)
     return out
@@ -378,7 +378,7 @@ def test_a_normalized_matrix_beyond_2_to_the_31_lies_where_it_should() -> None:
     out = memory.as_strided((batch, rows, cols), (rows * pitch, pitch, 1))
     matrices = [gaussian(rows, cols, seed=index) for index in range(batch)]
     addresses = torch.tensor([matrix.data_ptr() for matrix in matrices], device=DEVICE)
-    layout = triton_backend._Layout(batch, rows, cols, torch.float16, squares=0)
+    layout = triton_backend._Layout(batch, rows, cols, torch.float16, buffers=0)
     _, _, *sums = layout.tensors(torch.empty(layout.nbytes, dtype=torch.uint8, device=DEVICE))
     triton_backend.normalize(addresses, out, 1e-15, sums)
     assert torch.equal(out, normalized(matrices, torch.float16))

@@ -196,7 +196,7 @@ def test_a_batch_allocates_what_it_says(shape: tuple[int, int]) -> None:
     settings = by_triton(torch.float16)
     backend = BACKENDS["triton"]()
     matrices = [gaussian(*shape, seed=index) for index in range(8)]
-    said = len(matrices) * backend.workspace(*shape, settings.dtype, settings.iteration(*shape).squares)
+    said = len(matrices) * backend.workspace(*shape, settings.dtype, settings.iteration(*shape).buffers)
     for _ in range(3):
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -221,6 +221,6 @@ def test_squares_in_turns_are_as_good_as_squares_of_their_own(
     wide = unit(batch, side, max(shape), dtype, shape[0] > shape[1])
     for table, steps in itertools.product(("quintic", "polar_express", "cubic"), (1, 3, 5, 7)):
         iteration = iteration_of(form, schedule(table, steps), dtype)
-        squares = [triton_backend._empty(batch, side, side, dtype, DEVICE) for _ in range(iteration.squares)]
+        squares = [triton_backend._empty(batch, side, side, dtype, DEVICE) for _ in range(iteration.buffers)]
         in_turns = iteration.run(wide, triton_backend.TritonProducts(squares))
         assert torch.equal(in_turns, iteration.run(wide, triton_backend.TritonProducts()))

@@ -54,13 +54,13 @@ def memory_of_a_step(params: dict[str, Any]) -> tuple[int, int, int]:
     engine = start(PrescribedGradients(STRADDLING), ds_config(params))
     zero, rank = engine.optimizer, torch.distributed.get_rank()
     (group,) = zero.muon_groups
-    updates, counted = group.updates, Allocations()
+    run_stage, counted = group.run_stage, Allocations()
 
     def counting(*args: Any) -> Iterator[None]:
         with counted:
-            yield from updates(*args)
+            yield from run_stage(*args)
 
-    with mock.patch.object(group, "updates", counting):
+    with mock.patch.object(group, "run_stage", counting):
         train_step(engine, [torch.ones(shape, device=engine.device) for shape in STRADDLING])
     exchange, both = step_memory(zero.plan.groups[0], zero.newton_schulz, normuon=params.get("variant") == "normuon")
     engine.destroy()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_muon.passes import Where
+from ds_muon.passes import Moves
 from ds_muon.skipped import SkippedSteps
 from tests.unit.support.bad_steps import CASES, SHAPES, STRADDLING, TINY, WHOLE, bad_second_step, engine_of
 from tests.unit.support.cases import first_of, in_turns, some
@@ -137,8 +137,8 @@ def test_only_the_owner_of_a_matrix_can_spoil_it_and_then_all_skip(world_size: i
     assert sum(ranks[0] == [False, True] for ranks in by_rank) == 1
 
 
-def flags_as_on_a_gpu(where: Any, start: int, chunk: Tensor) -> Any:
-    return where.of_elements(start, start + chunk.numel()) if isinstance(where, Where) else where
+def flags_as_on_a_gpu(moves: Any, start: int, chunk: Tensor) -> Any:
+    return moves.of_elements(start, start + chunk.numel()) if isinstance(moves, Moves) else moves
 
 
 def collectives(config: dict[str, Any]) -> tuple[int, list[str]]:

@@ -409,7 +409,7 @@ def test_matrices_go_up_in_batches_that_fit_the_staging_whatever_there_is() -> N
 def passes_of_a_step(config: dict[str, Any]) -> tuple[dict[str, int], set[tuple[str, int]]]:
     """How many elements of Muon each compiled pass went through in a step, and what the weights moved by."""
     engine = start(PrescribedGradients(ALIKE), config)
-    loops = engine.optimizer.optimizer.on_host
+    loops = engine.optimizer.optimizer.host_passes
     elements: dict[str, int] = {}
     moved_by: set[tuple[str, int]] = set()
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_muon.guard import FAILED, StepGuard, Verdict
 from tests.unit.support.bad_steps import model_matches
 from tests.unit.support.cases import full, in_turns
 from tests.unit.support.drills import COMMIT, MOMENTUM, PLACES, NoMemory, fail_at, gradients_of, killed, load_after
@@ -86,6 +89,18 @@ def test_a_rank_that_fails_before_the_commit_stops_all_and_no_weight_moves(
         assert quoted.startswith(f"RuntimeError: rank {bad_rank} stopped, and this rank with it. {error}. In {phase}, ")
         assert f", step {2 * number} since start" in quoted
         assert (". Nothing has moved on any rank" in quoted) == (phase in ("take_gradients", "measure"))
+
+
+def test_a_rank_that_has_failed_looks_at_no_update() -> None:
+    def flats() -> Iterator[Tensor]:
+        raise AssertionError("it may have none, or half of them")
+        yield
+
+    failure: Any = SimpleNamespace(error=NoMemory("none"), alone=False, holding=lambda phase: nullcontext())
+    capture: Any = SimpleNamespace(stops_training=False)
+    verdict = Verdict(torch.zeros(1), torch.tensor(True), (), torch.zeros(3, dtype=torch.float64), None)
+    with mock.patch.object(dist, "all_reduce"):
+        assert StepGuard("skip", None, capture, failure, None).decide(verdict, flats()).worst == FAILED
 
 
 def fail_in_explaining(config: dict[str, Any]) -> list[str]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ds_muon import muon_update, passes
 from ds_muon.layout import Piece, Strip
-from ds_muon.passes import Held, Segments, Where, torch_passes
+from ds_muon.passes import Held, Moves, Segments, torch_passes
 from tests.unit.support.cases import in_turns, pairwise, some
 from tests.unit.support.interpreter import GPU, defining_kernels
 from tests.unit.support.models import ds_config
@@ -113,11 +113,11 @@ def scalar(value: bool | None) -> Tensor | None:
 # ---- momentum -------------------------------------------------------------------------------------------------------
 
 
-@pairwise(numel=LENGTHS, momentum=MOMENTUMS, nesterov=[True, False], dtype=DTYPES, where=[None, True, False])
+@pairwise(numel=LENGTHS, momentum=MOMENTUMS, nesterov=[True, False], dtype=DTYPES, moves=[None, True, False])
 def test_the_momentum_has_the_bits_of_torch(
-    numel: int, momentum: float, nesterov: bool, dtype: torch.dtype, where: bool | None
+    numel: int, momentum: float, nesterov: bool, dtype: torch.dtype, moves: bool | None
 ) -> None:
-    rule = {"momentum": momentum, "nesterov": nesterov, "where": scalar(where)}
+    rule = {"momentum": momentum, "nesterov": nesterov, "moves": scalar(moves)}
     for poison, (g_shift, m_shift) in INPUTS:
         gradient, buffer = numbers(numel, poison=poison), numbers(numel, seed=1).to(dtype)
         expected_u, expected_m = gradient.clone(), buffer.clone()
@@ -135,7 +135,7 @@ def test_a_forbidden_step_leaves_the_momentum_and_gives_zeros(
     buffer = numbers(4097, seed=1).to(dtype)
     for module in (torch_passes, triton_passes):
         gradient, kept = torch.full((4097,), math.nan, device=DEVICE), buffer.clone()
-        module.advance_momentum_(gradient, kept, momentum=momentum, nesterov=nesterov, where=scalar(False))
+        module.advance_momentum_(gradient, kept, momentum=momentum, nesterov=nesterov, moves=scalar(False))
         assert same_bits(kept, buffer) and same_bits(gradient, torch.zeros_like(gradient))
 
 
@@ -157,11 +157,11 @@ def segments_of(starts: list[int], numel: int) -> Segments:
     return Segments.of(held, numel, DEVICE)
 
 
-def cut(name: str, pattern: int) -> Where:
+def cut(name: str, pattern: int) -> Moves:
     """Segments, of which every second does not move: the first one, or the second."""
     starts, numel = CUTS[name]
     flags = [bool((index + pattern) % 2) for index in range(len(starts))]
-    return Where(segments_of(starts, numel), torch.tensor(flags, dtype=torch.bool, device=DEVICE))
+    return Moves(segments_of(starts, numel), torch.tensor(flags, dtype=torch.bool, device=DEVICE))
 
 
 @pytest.mark.parametrize("name", SHORT)
@@ -171,7 +171,7 @@ def test_every_segment_moves_or_stays_by_its_own_flag(
 ) -> None:
     (starts, numel), rule = CUTS[name], {"momentum": momentum, "nesterov": nesterov}
     for pattern in (0, 1):
-        where = cut(name, pattern)
+        moves = cut(name, pattern)
         gradient, buffer = numbers(numel, poison=pattern == 1), numbers(numel, seed=1).to(dtype)
         weight, update = numbers(numel, seed=2), numbers(numel, seed=3)
         moved_u, moved_m = gradient.clone(), buffer.clone()
@@ -186,8 +186,8 @@ def test_every_segment_moves_or_stays_by_its_own_flag(
         for module, chunk in ((triton_passes, 1 << 24), (torch_passes, 1 << 24), (torch_passes, 1000)):
             monkeypatch.setattr(torch_passes, "_CHUNK", chunk)
             found_u, found_m, found_w = Framed(gradient, 0), Framed(buffer, 0), Framed(weight, 0)
-            module.advance_momentum_(found_u.view, found_m.view, **rule, where=where)
-            module.apply_update_(found_w.view, update.clone(), lr=0.02, weight_decay=0.1, where=where)
+            module.advance_momentum_(found_u.view, found_m.view, **rule, moves=moves)
+            module.apply_update_(found_w.view, update.clone(), lr=0.02, weight_decay=0.1, moves=moves)
             assert same_bits(found_u.view, u) and same_bits(found_m.view, m) and same_bits(found_w.view, w)
             assert found_u.is_intact() and found_m.is_intact() and found_w.is_intact()
 
@@ -239,7 +239,7 @@ def test_strips_move_or_stay_by_their_own_flags_and_are_summed_alone(
     for module, chunk in ((triton_passes, 1 << 24), (torch_passes, 1 << 24), (torch_passes, 1000)):
         monkeypatch.setattr(torch_passes, "_CHUNK", chunk)
         u, m = x.clone(), buffer.clone()
-        module.advance_momentum_(u, m, momentum=0.9, nesterov=True, where=Where(segments, flags))
+        module.advance_momentum_(u, m, momentum=0.9, nesterov=True, moves=Moves(segments, flags))
         real = matrix >= 0
         assert same_bits(u[real], torch.where(stays, 0, moved_u)[real])
         assert same_bits(m[real], torch.where(stays, buffer, moved_m)[real])
@@ -251,7 +251,7 @@ def test_there_is_a_flag_for_each_segment() -> None:
     segments = segments_of([0, 5], 9)
     for count in (1, 3):
         with pytest.raises(ValueError, match="2 matrices need as many flags"):
-            Where(segments, torch.ones(count, dtype=torch.bool, device=DEVICE))
+            Moves(segments, torch.ones(count, dtype=torch.bool, device=DEVICE))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -451,10 +451,10 @@ def test_elements_beyond_2_to_the_31_are_reached() -> None:
     x[-tail:] = numbers(tail)
     u_end, m_end = x[-tail:].clone(), m[-tail:].clone()
     square = float(u_end.double().square().sum())
-    where = Where(segments_of([0, numel - tail], numel), torch.tensor([False, True], device=DEVICE))
+    moves = Moves(segments_of([0, numel - tail], numel), torch.tensor([False, True], device=DEVICE))
     assert float(triton_passes.sum_of_squares(x)) == pytest.approx(square, rel=1e-14)
-    assert triton_passes.sum_of_squares(x, where.segments).tolist() == pytest.approx([0, square], rel=1e-14, abs=0)
-    triton_passes.advance_momentum_(x, m, momentum=0.95, nesterov=True, where=where)
+    assert triton_passes.sum_of_squares(x, moves.segments).tolist() == pytest.approx([0, square], rel=1e-14, abs=0)
+    triton_passes.advance_momentum_(x, m, momentum=0.95, nesterov=True, moves=moves)
     torch_passes.advance_momentum_(u_end, m_end, momentum=0.95, nesterov=True)
     assert same_bits(x[-tail:], u_end) and same_bits(m[-tail:], m_end)
     assert x[:-tail].count_nonzero() == 0
@@ -472,7 +472,7 @@ def test_a_gpu_has_kernels_and_none_of_them_fails() -> None:
     assert passes._kernels(DEVICE) is triton_passes
     x, outputs = numbers(1000), stored(2, 10, 50, torch.float16, "dense")
     passes.sum_of_squares(x)
-    passes.advance_momentum_(x, x.clone(), momentum=0.9, nesterov=True, where=scalar(True))
+    passes.advance_momentum_(x, x.clone(), momentum=0.9, nesterov=True, moves=scalar(True))
     passes.store_updates(outputs, [x[:500].view(10, 50), x[500:].view(10, 50)], scale=2.0)
     passes.apply_update_(x, x.clone(), lr=0.1, weight_decay=0.1)
     assert not passes._FAILED

@@ -14,7 +14,7 @@ _ELASTIC = "of elastic checkpoints, which are refused"
 
 STEP: dict[str, tuple[str, str]] = {
     # before the decision
-    "micro_step_id": ("zero.MuonZeroOptimizer._step_all_groups", "reset"),
+    "micro_step_id": ("zero.MuonZeroOptimizer.take_gradients", "reset"),
     "_wait_for_offload_copies": ("zero.MuonZeroOptimizer.take_gradients", _DOWN),
     "_offload_accumulated_param_ids": ("zero_offload.OffloadZero.copy_grads_in_partition", "_arrived instead"),
     "see_memory_usage": ("", "logs nothing unless forced, and it is not forced here"),
