@@ -12,6 +12,7 @@ weights move: see ``HostPart``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
@@ -33,15 +34,21 @@ class Journey:
 
     Args:
         tensors: where they will be.
-        done: recorded after the copies; None if they have been made.
+        done: recorded after the copies; None if they have been made. Or what will be that, once all is written.
     """
 
-    def __init__(self, tensors: list[Tensor], done: torch.cuda.Event | None) -> None:
+    def __init__(self, tensors: list[Tensor], done: torch.cuda.Event | Future[torch.cuda.Event | None] | None) -> None:
         self._tensors = tensors
         self._done = done
 
     def on_accelerator(self) -> list[Tensor]:
-        """The tensors, for work that is queued from now on. The host does not wait."""
+        """The tensors, for work that is queued from now on. The host waits for what it writes, not for copies.
+
+        Raises:
+            Exception: what has been raised where it was written.
+        """
+        if isinstance(self._done, Future):
+            self._done = self._done.result()
         if self._done is not None:
             stream = torch.cuda.current_stream(self._tensors[0].device)
             stream.wait_event(self._done)
@@ -51,6 +58,8 @@ class Journey:
 
     def wait(self) -> list[Tensor]:
         """The tensors, once they have come. Blocks the host."""
+        if isinstance(self._done, Future):
+            self._done = self._done.result()
         if self._done is not None:
             self._done.synchronize()
         return self._tensors
@@ -71,6 +80,8 @@ class Ferry:
         self._loops = compile_for_host()
         """Compiled passes; None if these cannot be had."""
         self._lift = None if self._loops is None else lift_to(device, pinned=self._pinned)
+        # Beside which Newton-Schulz of other matrices is launched: that takes as long as a third of the writing.
+        self._writer = ThreadPoolExecutor(1, "ds_muon", _as_here, (device, torch.get_num_threads()))
 
     def up(self, matrices: Sequence[Tensor]) -> Journey:
         """Start to copy matrices to the accelerator.
@@ -94,9 +105,18 @@ class Ferry:
         if not matrices:
             return Journey([], None)
         on_gpu = self.device.type == "cuda"
-        with self._beside("up", after=None) if on_gpu else nullcontext() as stream:
+        with self._beside("up", after=None) if on_gpu else nullcontext():
             shape = (len(matrices), *matrices[0].shape)
             goals = torch.empty(shape, dtype=torch.float32, device=self.device)
+        return Journey(list(goals.unbind()), self._writer.submit(self._write, write, matrices, goals))
+
+    @torch.no_grad()
+    def _write(
+        self, write: Callable[[Tensor, Tensor | Goal], None], matrices: Sequence[Tensor], goals: Tensor
+    ) -> torch.cuda.Event | None:
+        """What ``up_from`` starts. Returns what is recorded after the copies."""
+        on_gpu = self.device.type == "cuda"
+        with self._beside("up", after=None) if on_gpu else nullcontext() as stream:
             for first, end in _neighbours(matrices):
                 flat = goals[first:end].view(-1)
                 if (goal := self.goal(flat)) is not None:
@@ -104,7 +124,11 @@ class Ferry:
                 else:
                     write(matrices[first], written := torch.empty(flat.shape, dtype=flat.dtype, device="cpu"))
                     flat.copy_(written)
-            return Journey(list(goals.unbind()), stream.record_event() if stream is not None else None)
+            return None if stream is None else stream.record_event()
+
+    def settle(self) -> None:
+        """Wait until nothing is written any more: something may have failed elsewhere."""
+        self._writer.submit(lambda: None).result()
 
     def up_rounded(self, weights: Tensor, goal: Tensor) -> None:
         """Bring up weights, on the current stream.
@@ -163,6 +187,13 @@ class Ferry:
             stream.wait_stream(after)
         with torch.cuda.stream(stream):
             yield stream
+
+
+def _as_here(device: torch.device, threads: int) -> None:
+    """Prepare a thread."""
+    torch.set_num_threads(threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _neighbours(matrices: Sequence[Tensor]) -> Iterator[tuple[int, int]]:

@@ -209,6 +209,8 @@ class MuonZeroOptimizer(MuonZeroBase):
             of_group = self._stage_group(i, gradients[i], moves) if gradients else iter(())
             turns.append(group.in_any_case(of_group, self.optimizer.row_variance(i), moves, self.failure))
         in_turns(turns)
+        if self.ferry is not None:
+            self.ferry.settle()
 
     def _stage_group(self, i: int, gradient: Tensor, moves: Tensor) -> Iterator[None]:
         """Advance a group's momentum, turn its gradient into U, and U into updates; on the host batch by batch."""

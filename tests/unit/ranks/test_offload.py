@@ -6,6 +6,7 @@ On CPU ranks the accelerator is the CPU as well, and all copies between the two 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,11 +19,11 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 from torch import Tensor
 
-from ds_muon import muon_group
+from ds_muon import muon_group, offload
 from ds_muon.offload import Journey
 from ds_muon.orthogonalize import NewtonSchulz
 from ds_muon.orthogonalize.torch_backend import TorchOperations
-from ds_muon.passes import host_passes, lift
+from ds_muon.passes import Goal, host_passes, lift
 from ds_muon.replay import read_capture
 from tests.unit.support.around_engine import BUT_THE_MODEL, offload_and_reload
 from tests.unit.support.bad_steps import STRADDLING, WHOLE, bad_second_step
@@ -393,6 +394,28 @@ def in_pieces_of(most: int | None, config: dict[str, Any]) -> tuple[dict[str, Te
     weights = full_weights(engine)
     engine.destroy()
     return weights, [nbytes for nbytes in ups if nbytes]
+
+
+def test_what_is_written_beside_other_work_is_waited_for_and_what_it_raises_is_raised() -> None:
+    ferry, halves = offload.Ferry(torch.device("cpu"), pinned=False), torch.zeros(2, 4, 4).unbind()
+    begun, may_end = threading.Event(), threading.Event()
+    written = []
+
+    def write(first: Tensor, into: Tensor | Goal) -> None:
+        begun.set()
+        assert may_end.wait(60)
+        written.append(into.numel())
+
+    def fail(first: Tensor, into: Tensor | Goal) -> None:
+        raise ValueError("cannot be written")
+
+    ferry.up_from(write, halves)
+    assert begun.wait(60) and not written
+    threading.Timer(0.2, may_end.set).start()
+    ferry.settle()
+    assert written == [32]
+    with pytest.raises(ValueError, match="cannot be written"):
+        ferry.up_from(fail, halves).on_accelerator()
 
 
 def test_matrices_go_up_in_batches_that_fit_the_staging_whatever_there_is() -> None:
