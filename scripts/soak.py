@@ -57,7 +57,8 @@ ROLLS_BACK = {"update", "rank", "load", "new engine"}
 # Of what a rank keeps, how much the last quarter of a run may have more than the second one: a share, and beside it.
 GROWTH = {
     **{"rss": (0.01, 4.0), "device": (0.0, 1.0), "reserved": (0.02, 32.0), "files": (0.0, 0.0), "threads": (0.0, 0.0)},
-    **{"graphs": (0.0, 8.0), "shm": (0.0, 0.0), "blocks": (0.01, 0.5)},
+    # Graphs are kept by the addresses that they read, 64 at most.
+    **{"graphs": (0.0, 64.0), "shm": (0.0, 0.0), "blocks": (0.01, 0.5)},
 }
 TITLES = {
     **{"rss": "memory, MiB", "device": "of the device, MiB", "reserved": "reserved there, MiB", "files": "open files"},

@@ -50,5 +50,6 @@ class _Ahead:
 
 def _threads() -> int:
     """Of this rank: its share of the cores."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+    said = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"))
+    ranks = next((int(number) for number in said if number), 1)
     return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // ranks))

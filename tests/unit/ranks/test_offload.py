@@ -460,7 +460,8 @@ def test_a_step_goes_through_the_hosts_memory_once_for_each_pass_and_stores_no_u
     muon, adamw = 7 * 24 * 24 + 40 * 40, 5
     ((elements, moved_by),) = run_ranks(1, passes_of_a_step, config)
     padding = 16
-    assert elements.pop("sum_of_squares") <= muon + adamw + padding, "looked at the updates again"
+    # Beside an accelerator gradients are looked at there.
+    assert elements.pop("sum_of_squares", 0) <= muon + adamw + padding, "looked at the updates again"
     assert elements.pop("apply_update_") <= muon + padding
     assert elements == {"advance_momentum_": muon, "adamw_": pytest.approx(adamw, abs=padding)}
     # O lies where the gradients were.
