@@ -90,6 +90,6 @@ def test_faults_saves_and_loads_leave_the_training_without_them(steps: int) -> N
 @pytest.mark.parametrize("name", GROWTH)
 def test_what_grows_through_a_run_is_named(name: str) -> None:
     held = dict(vars(Sample(0, 0, *[1000.0] * 3, *[100] * 3, 1000.0, 1000.0, 1.0)))
-    samples = [Sample(**{**held, "step": step, name: held[name] * (1 + step / 400)}) for step in range(1, 101)]
+    samples = [Sample(**{**held, "step": step, name: held[name] * (1 + step / 40)}) for step in range(1, 101)]
     growing = [row[0] for row in rows_of([Found(100, 100, {}, 2, 1.0, samples)]) if row[-1]]
     assert growing == [name]
