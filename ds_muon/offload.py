@@ -47,22 +47,23 @@ class Journey:
         Raises:
             Exception: what has been raised where it was written.
         """
-        if isinstance(self._done, Future):
-            self._done = self._done.result()
-        if self._done is not None:
+        if (done := self._written()) is not None:
             stream = torch.cuda.current_stream(self._tensors[0].device)
-            stream.wait_event(self._done)
+            stream.wait_event(done)
             for tensor in self._tensors:
                 tensor.record_stream(stream)
         return self._tensors
 
     def wait(self) -> list[Tensor]:
         """The tensors, once they have come. Blocks the host."""
+        if (done := self._written()) is not None:
+            done.synchronize()
+        return self._tensors
+
+    def _written(self) -> torch.cuda.Event | None:
         if isinstance(self._done, Future):
             self._done = self._done.result()
-        if self._done is not None:
-            self._done.synchronize()
-        return self._tensors
+        return self._done
 
 
 class Ferry:

@@ -308,7 +308,7 @@ def test_the_compilers_words_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path:
         host_passes._compiled()
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="of x86")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the levels are those of x86-64")
 @pytest.mark.parametrize(("version", "levels"), [(11, False), (12, True)])
 def test_gcc_before_12_is_given_features_in_place_of_levels(version: int, levels: bool) -> None:
     source = Path(host_passes.__file__).with_name("host.cpp")
