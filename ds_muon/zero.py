@@ -62,7 +62,10 @@ class MuonZeroOptimizer(MuonZeroBase):
     """
 
     def __init__(self, init_optimizer: DSMuon, param_names: dict[Tensor, str], *args: Any, **kwargs: Any) -> None:
-        super().__init__(init_optimizer, param_names, *args, **kwargs)
+        self.failure = Failure(None)
+        with self.failure.holding("initialize"):  # a rank may have less memory than the others
+            super().__init__(init_optimizer, param_names, *args, **kwargs)
+        self.failure.raise_on_all()
         config = init_optimizer.config
         self.newton_schulz = config.newton_schulz(self.accelerator)
         self.steps = 0

@@ -8,6 +8,8 @@ are all that is known of CUDA here, and nothing has to be compiled or linked aga
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from contextlib import suppress
 from ctypes import c_int64, c_void_p
 from dataclasses import dataclass
 
@@ -47,6 +49,7 @@ class Lift(ctypes.Structure):
 
     stream: int | None
     events: int
+    _events: Sequence[torch.cuda.Event] = ()
 
     def __init__(self, device: torch.device, *, pinned: bool) -> None:
         self._memory = torch.empty((SLOTS, SLOT_BYTES), dtype=torch.uint8, device="cpu", pin_memory=pinned)
@@ -60,6 +63,12 @@ class Lift(ctypes.Structure):
             self._events = [torch.cuda.current_stream(device).record_event() for _ in range(SLOTS)]
             self._handles = (c_void_p * SLOTS)(*(event.cuda_event for event in self._events))
             self.events = ctypes.addressof(self._handles)
+
+    def __del__(self) -> None:
+        # Torch does not know of the copies, and would give the slots to others.
+        with suppress(RuntimeError):  # the device is gone
+            for event in self._events:
+                event.synchronize()
 
 
 def lift_to(device: torch.device, *, pinned: bool) -> Lift | None:

@@ -7,7 +7,9 @@ import itertools
 import platform
 import subprocess
 import sys
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -218,6 +220,15 @@ def test_a_copy_that_cannot_be_queued_is_said_and_not_tried_again_in_torch(monke
     with pytest.raises(lift.LiftFailed, match="CUDA error 1"):
         passes.apply_update_(weight, weight.clone(), lr=0.1, weight_decay=0.0, rounded=lift.Goal(weight, driver.lift))
     assert driver.copies == 2 and "apply_update_" not in passes._FAILED
+
+
+def test_slots_are_kept_until_they_have_gone_up() -> None:
+    made = lift.Lift(torch.device("cpu"), pinned=False)
+    memory, there = weakref.ref(made._memory), []
+    event: Any = SimpleNamespace(synchronize=lambda: there.append(memory() is not None))
+    made._events = [event] * lift.SLOTS
+    del made
+    assert there == [True] * lift.SLOTS and memory() is None
 
 
 @pytest.mark.parametrize("kind", ["xpu", "cuda"])
