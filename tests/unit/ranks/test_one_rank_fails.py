@@ -97,7 +97,7 @@ def fail_to_begin(config: dict[str, Any], place: str) -> str:
 def test_a_rank_without_memory_for_its_part_stops_all_before_there_is_an_engine(
     place: str, zero: dict[str, Any]
 ) -> None:
-    quoted, error = run_ranks(2, fail_to_begin, ds_config(zero=zero), place)
+    quoted, error = run_ranks(2, fail_to_begin, ds_config(zero=zero), place, timeout=60.0)
     assert error == "NoMemory: none"
     assert quoted.startswith("RuntimeError: rank 1 stopped, and this rank with it. NoMemory: none. In initialize, ")
     assert quoted.endswith("set offload_optimizer.pin_memory to false")
