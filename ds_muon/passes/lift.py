@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from contextlib import suppress
 from ctypes import c_int64, c_void_p
 from dataclasses import dataclass
 
@@ -66,9 +65,11 @@ class Lift(ctypes.Structure):
 
     def __del__(self) -> None:
         # Torch does not know of the copies, and would give the slots to others.
-        with suppress(RuntimeError):  # the device is gone
+        try:
             for event in self._events:
                 event.synchronize()
+        except RuntimeError:  # the device has failed
+            pass
 
 
 def lift_to(device: torch.device, *, pinned: bool) -> Lift | None:
