@@ -246,9 +246,10 @@ class MuonZeroOptimizer(MuonZeroBase):
         weights = self.single_partition_of_fp32_groups[len(muon) :]
         for flat, gradient in zip(weights, adamw, strict=True):
             flat.grad = gradient
-        if self.cpu_offload:  # .grad stays, as the place for the next step's
+        if self.ferry is not None:  # .grad stays, as the place for the next step's
             parts = ((i, group.host_part) for i, group in enumerate(self.muon_groups))
-            self.optimizer.step(staged=[() if part is None else self.sent_up(i, part) for i, part in parts])
+            with self.ferry.together():
+                self.optimizer.step(staged=[() if part is None else self.sent_up(i, part) for i, part in parts])
         else:
             self.optimizer.step(staged=[[Stretch(0, update)] for update in muon])
             for flat in weights:

@@ -307,7 +307,7 @@ def show(found: dict[str, Any]) -> None:
 
 
 def host_bytes() -> int:
-    """The host's memory: what this process is limited to, or else all, which grows with use on some virtual machines."""
+    """The host's memory: what this process is limited to, or else all, which on some machines grows with use."""
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):  # not there, or "max"
             if (limit := int(Path(path).read_text())) < 1 << 50:
