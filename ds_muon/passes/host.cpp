@@ -32,12 +32,12 @@ constexpr int64_t BLOCK = 1 << 14, LARGE = 4 * BLOCK, MANY = 64 * LARGE;
 
 inline int64_t block_of(int64_t count) { return count < MANY ? BLOCK : LARGE; }
 
-// Elements of which the memory is asked for at once, so many ahead: a page of fp32. The cores would not look beyond its end.
+// Elements of which the memory is asked for at once, so many ahead: a page of fp32, whose end cores do not look beyond.
 constexpr int64_t STEP = 64, AHEAD = 1024;
 
-template <class T> inline void fetch(const T* x) {
+template <class T> inline void fetch(const T* x, int64_t count = STEP) {
     const char* ahead = reinterpret_cast<const char*>(x) + AHEAD * sizeof(T);
-    for (size_t line = 0; line < STEP * sizeof(T); line += 64) __builtin_prefetch(ahead + line, 0, 2);
+    for (size_t line = 0; line < count * sizeof(T); line += 64) __builtin_prefetch(ahead + line, 0, 2);
 }
 
 struct Half { uint16_t bits; };
@@ -69,10 +69,10 @@ inline void store(float x, BFloat16& goal) {
     goal.bits = x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
-// A loop over `count` elements of two flat tensors that are read; the rest is its body.
-#define EACH(i, x, y, ...)                                                                    \
-    for (int64_t start = 0; start < count; start += STEP) {                                   \
-        fetch(x + start), fetch(y + start);                                                   \
+// A loop over `count` elements; the rest is its body. `first` asks for the memory of those from `start` on.
+#define EACH(i, first, ...)                                                                    \
+    for (int64_t start = 0; start < count; start += STEP) {                                    \
+        first;                                                                                 \
         for (int64_t i = start, end = std::min(start + STEP, count); i < end; ++i) __VA_ARGS__ \
     }
 
@@ -80,7 +80,7 @@ inline void store(float x, BFloat16& goal) {
 #define ADVANCE(T, name, g_type, u, ...)                                                                             \
     VECTORIZED void name(g_type __restrict g, T* __restrict m, int64_t count, float momentum, float rest, bool near, \
                          bool nesterov __VA_OPT__(,) __VA_ARGS__) {                                                  \
-        EACH(i, g, m, {                                                                                              \
+        EACH(i, (fetch(g + start), fetch(m + start)), {                                                              \
             float before = load(m[i]), step = g[i] - before;                                                         \
             float average = near ? g[i] - step * momentum : step * rest + before;                                    \
             store(average, m[i]);                                                                                    \
@@ -96,7 +96,7 @@ ADVANCE(BFloat16, advance_into, const float*, u, float* __restrict u)
 #define APPLY(T, name, ...)                                                                                  \
     VECTORIZED void name(float* __restrict w, const T* __restrict o, int64_t count, float scale, float lr,   \
                          float keep __VA_OPT__(,) __VA_ARGS__) {                                             \
-        EACH(i, w, o, {                                                                                      \
+        EACH(i, (fetch(w + start), fetch(o + start)), {                                                      \
             float moved = w[i] * keep - load(o[i]) * scale * lr;                                             \
             w[i] = moved;                                                                                    \
             __VA_OPT__(store(moved, rounded[i]);)                                                            \
@@ -123,13 +123,13 @@ struct AdamW { float keep, rest1, beta2, rest2, root, eps, rate; };
 
 FUSING void adamw(float* __restrict w, const float* __restrict g, float* __restrict m, float* __restrict v,
                       int64_t count, AdamW to) {
-    for (int64_t i = 0; i < count; ++i) {
+    EACH(i, (fetch(w + start), fetch(g + start), fetch(m + start), fetch(v + start)), {
         // Where torch fuses, so that the moments have its bits.
         float step = g[i] - m[i];
         m[i] = to.rest1 < 0.5f ? std::fma(to.rest1, step, m[i]) : std::fma(to.rest1 - 1, step, g[i]);
         v[i] = std::fma(to.rest2 * g[i], g[i], v[i] * to.beta2);
         w[i] = w[i] * to.keep - to.rate * m[i] / (std::sqrt(v[i]) / to.root + to.eps);
-    }
+    })
 }
 
 VECTORIZED double squares(const float* x, int64_t count) {
@@ -137,8 +137,10 @@ VECTORIZED double squares(const float* x, int64_t count) {
     constexpr int LANES = 32;
     double sums[LANES] = {}, total = 0;
     int64_t i = 0;
-    for (; i + LANES <= count; i += LANES)
+    for (; i + LANES <= count; i += LANES) {
+        fetch(x + i, LANES);
         for (int lane = 0; lane < LANES; ++lane) sums[lane] += double(x[i + lane]) * x[i + lane];
+    }
     for (; i < count; ++i) total += double(x[i]) * x[i];
     for (double sum : sums) total += sum;
     return total;
@@ -175,8 +177,8 @@ struct Load {
     int32_t dtype;
 };
 
-// Let `write` fill slots with what goes to the loads' goals, on all threads. None waits for the others, but for a slot to
-// be free. The calling thread, whose device it is, queues the copies.
+// Let `write` fill slots with what goes to the goals, on all threads. None waits for the others, but for a slot to be free.
+// The calling thread, whose device it is, queues the copies.
 template <class T, class F> int lift_up(Lift& lift, Load* loads, int64_t n, F write) {
     const int64_t most = lift.bytes / sizeof(T);
     int64_t pieces = 0, count = 0;
@@ -239,8 +241,10 @@ template <class T, class F> int lift_up(Lift& lift, Load* loads, int64_t n, F wr
 // `write` writes to the loads' goals on all threads, through the lift if there is one.
 template <class T, class F> int write_to(Lift* lift, Load* loads, int64_t n, F write) {
     if (lift) return lift_up<T>(*lift, loads, n, write);
-    for (const Load* load = loads; load < loads + n; ++load)
-        in_blocks(load->count, [=](int64_t i, int64_t size) { write(*load, i, size, static_cast<T*>(load->goal) + i); });
+    for (const Load* load = loads; load < loads + n; ++load) {
+        T* goal = static_cast<T*>(load->goal);
+        in_blocks(load->count, [=](int64_t i, int64_t size) { write(*load, i, size, goal + i); });
+    }
     return 0;
 }
 
