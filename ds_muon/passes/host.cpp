@@ -177,7 +177,7 @@ struct Load {
     int32_t dtype;
 };
 
-// Let `write` fill slots with what goes to the goals, on all threads. None waits for the others, but for a slot to be free.
+// Let `write` fill slots with what goes to the goals, on all threads; none waits for the others, but for a free slot.
 // The calling thread, whose device it is, queues the copies.
 template <class T, class F> int lift_up(Lift& lift, Load* loads, int64_t n, F write) {
     const int64_t most = lift.bytes / sizeof(T);
