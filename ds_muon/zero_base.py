@@ -196,9 +196,9 @@ class MuonZeroBase(OffloadZero):
         """DeepSpeed's own, with the ``layout`` and a ``description`` of what lies in it.
 
         Raises:
-            RuntimeError: this rank has failed while it committed a step, or loaded, and has not loaded since.
+            RuntimeError: a rank has failed while it committed a step, or loaded, and has not loaded since.
         """
-        self.failure.refuse_if_torn("nothing is saved")
+        self.failure.refuse_to_save()
         state: dict[str, Any] = super().state_dict()
         return {**state, LAYOUT: layout(self), SHARD: description(self, self.save)}
 
@@ -240,6 +240,7 @@ class MuonZeroBase(OffloadZero):
             self._link_all_hp_params()
             self._link_optimizer_state()
         self.failure.raise_on_all()
+        self.failure.settle()
 
     def _read(self, found: Found, from_fp32_weights: bool) -> None:
         same_dtype = found.is_of_dtype(self.bit16_groups_flat[0].dtype)
