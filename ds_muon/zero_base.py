@@ -142,6 +142,8 @@ class MuonZeroBase(OffloadZero):
 
     def _release_gradient(self, group_index: int) -> None:
         self._release_preflattened_grad_buffers(group_index)
+        if self.cpu_offload and self._use_compact_grad_partition_buffer(group_index):
+            self._show(group_index, None)
         self.averaged_gradients[group_index] = None
         self.all_grad_tensors[group_index] = None
         self.free_grad_in_param_list(self.bit16_groups[group_index])

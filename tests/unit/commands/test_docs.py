@@ -112,6 +112,14 @@ def test_the_readme_can_be_read_in_one_sitting() -> None:
     assert len(TEXTS[README].splitlines()) <= 220
 
 
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.stem)
+def test_places_in_the_code_are_named_by_function_because_lines_move(path: Path) -> None:
+    assert not re.findall(r"\w+\.py:\d+|\w+\.py\b[^.;|]{0,20}\blines? \d+|\.py#L\d+", TEXTS[path])
+    for function, file in re.findall(r"\bat\s+(\w+)\s+\((\w+\.py):\.\.\.\)", TEXTS[path]):
+        (found,) = (ROOT / "ds_muon").rglob(file)
+        assert re.search(rf"^ *def {function}\(", found.read_text(), flags=re.MULTILINE), (function, file)
+
+
 # ---- keys, extras, faults -------------------------------------------------------------------------------------------
 
 
