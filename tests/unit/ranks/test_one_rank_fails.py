@@ -55,7 +55,8 @@ def fail_everywhere(config: dict[str, Any], bad_rank: int) -> dict[str, str]:
                 assert torch.equal(moved, was), (place, name)
             elif place not in MOMENTUM:
                 expected = torch.lerp(gradient, was, 0.95)
-                if engine.optimizer.cpu_offload:  # where it moves a batch at a time
+                if engine.optimizer.cpu_offload or engine.optimizer.failure.alone:
+                    # It moves a batch at a time, and a rank alone stops at once.
                     expected = torch.where(moved == was, was, expected)
                 torch.testing.assert_close(moved, expected, msg=f"{place}, {name}")
         momentum = full_momentum(engine)
@@ -99,6 +100,12 @@ def test_a_rank_that_fails_before_the_commit_stops_all_and_no_weight_moves(
         assert quoted.startswith(f"RuntimeError: rank {bad_rank} stopped, and this rank with it. {error}. In {phase}, ")
         assert f", step {2 * number} since start" in quoted
         assert (". Nothing has moved on any rank" in quoted) == (phase in ("take_gradients", "measure"))
+
+
+def test_a_rank_alone_that_fails_before_the_commit_makes_the_next_step_of_its_own_gradients() -> None:
+    config = ds_config(dtype="bfloat16", data_types={"grad_accum_dtype": "fp32"})  # sums to which DeepSpeed adds
+    (raised,) = run_ranks(1, fail_everywhere, config, 0)
+    assert raised == {place: f"NoMemory: none for {place}" for place in PLACES}
 
 
 def test_a_rank_that_has_failed_looks_at_no_update() -> None:
