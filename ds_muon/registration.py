@@ -18,6 +18,7 @@ import torch.distributed as dist
 from deepspeed.runtime import engine as deepspeed_engine
 from torch import nn
 
+from ds_muon import passes
 from ds_muon.agree import RollCall, agree, gather, leave_word, raise_together
 from ds_muon.checkpoints import engine_methods
 from ds_muon.checkpoints.saving import refuse_torn_weights
@@ -26,8 +27,8 @@ from ds_muon.deepspeed_parts import SCHEDULES, check_parts
 from ds_muon.dtypes import DTYPES
 from ds_muon.learning_rates import far_off
 from ds_muon.optimizer import DSMuon
+from ds_muon.orthogonalize import backends
 from ds_muon.param_groups import split_param_groups
-from ds_muon.passes import compile_ahead
 from ds_muon.preparation import prepare
 from ds_muon.refusals import DSMuonRefusal
 from ds_muon.routing import Routing
@@ -173,13 +174,16 @@ def _configure_zero_optimizer(original: Callable[..., Any], engine: Any, optimiz
         deepspeed_engine.DeepSpeedZeroOptimizer = usual
     zero_optimizer.failure.notice = _roll_call.notice("torn")
     refuse_torn_weights(engine, zero_optimizer.failure)
+    settings, device = zero_optimizer.newton_schulz, zero_optimizer.accelerator
+    shapes = {(matrix.rows, matrix.cols) for matrix in zero_optimizer.plan.matrices}
+    backends.compile_ahead(settings.backend, shapes, device, settings.dtype)
     if not zero_optimizer.cpu_offload:
-        compile_ahead(
-            zero_optimizer.accelerator,
+        passes.compile_ahead(
+            device,
             momentum=optimizer.config.momentum,
             nesterov=optimizer.config.nesterov,
             momentum_dtype=DTYPES[optimizer.config.momentum_dtype],
-            result_dtype=zero_optimizer.newton_schulz.dtype,
+            result_dtype=settings.dtype,
             weight_decay=optimizer.param_groups[0]["weight_decay"],
         )
     if every := optimizer.config.verify_every:

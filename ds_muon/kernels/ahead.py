@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from functools import partial
 from inspect import signature
 from types import ModuleType
@@ -34,8 +34,33 @@ def compile_ahead(kernels: ModuleType, launch: Callable[[], object]) -> None:
         for name, kernel in found.items():
             stack.callback(setattr, kernels, name, kernel)
             setattr(kernels, name, _Ahead(kernel))
-        with ThreadPoolExecutor(threads) as pool, beside(pool, ignore_errors=True):
+        with _Compilers(threads) as pool, beside(pool, ignore_errors=True):
             launch()
+
+
+class _Compilers(ThreadPoolExecutor):
+    """Threads that compile, and make what Triton launches a kernel by.
+
+    Up to Triton 3.6 that is C of every signature's own, which a C compiler takes a quarter of a second for, and by
+    default at the first launch. It lands in the same cache; that launch says what is wrong with it.
+    """
+
+    def __init__(self, threads: int) -> None:
+        super().__init__(threads)
+        self._begun = set[tuple[str, ...]]()  # one that two threads make is made twice
+
+    def submit(self, compile_one: Callable[[], Any]) -> Future[Any]:  # type: ignore[override]
+        return super().submit(self._run, compile_one)
+
+    def _run(self, compile_one: Callable[[], Any]) -> Any:
+        kernel = compile_one()
+        # The shape of a descriptor's block makes no difference.
+        signature = kernel.src.name, *(str(of).partition("[")[0] for of in kernel.src.signature.values())
+        if signature not in self._begun:
+            self._begun.add(signature)
+            with suppress(Exception):
+                triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
+        return kernel
 
 
 class _Ahead:

@@ -309,23 +309,23 @@ def affine(
 
 
 @triton.jit
-def _matrix_and_part(pointers, index, PARTS: tl.constexpr, ALIGNED: tl.constexpr):
+def _matrix_and_part(pointers, index, parts, ALIGNED: tl.constexpr):
     """Number, first element and part of the matrix that program ``index`` works on."""
-    matrix = index // PARTS
+    matrix = index // parts
     x = tl.load(pointers + matrix).to(tl.pointer_type(tl.float32))
-    return matrix, tl.multiple_of(x, 16) if ALIGNED else x, index % PARTS
+    return matrix, tl.multiple_of(x, 16) if ALIGNED else x, index % parts
 
 
-@triton.jit
+# What programs read and write one by one may be aligned or not where a sub-batch begins: no reason to compile twice.
+@triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=["pointers", "largest", "squares"])
 def measure(
-    pointers, largest, squares, numel, part_size,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+    pointers, largest, squares, numel, parts, part_size, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Largest magnitude and, in fp64, sum of squares of each of the PARTS parts of every matrix.
+    """Largest magnitude and, in fp64, sum of squares of each of the ``parts`` parts of every matrix.
 
-    ``pointers``: addresses of fp32 matrices of ``numel`` elements each. ``largest`` and ``squares`` are (batch, PARTS).
+    ``pointers``: addresses of fp32 matrices of ``numel`` elements each. ``largest`` and ``squares`` are (batch, parts).
     """
-    matrix, x, part = _matrix_and_part(pointers, tl.program_id(0), PARTS, ALIGNED)
+    matrix, x, part = _matrix_and_part(pointers, tl.program_id(0), parts, ALIGNED)
     start = part.to(tl.int64) * part_size
     magnitude = tl.zeros((BLOCK,), dtype=tl.float32)
     square = tl.zeros((BLOCK,), dtype=tl.float64)
@@ -335,11 +335,11 @@ def measure(
         magnitude = tl.maximum(magnitude, tl.abs(value))
         # Squares of fp32 are far inside the range of fp64.
         square += value.to(tl.float64) * value.to(tl.float64)
-    tl.store(largest + matrix * PARTS + part, tl.max(magnitude))
-    tl.store(squares + matrix * PARTS + part, tl.sum(square))
+    tl.store(largest + matrix * parts + part, tl.max(magnitude))
+    tl.store(squares + matrix * parts + part, tl.sum(square))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["factors"])
 def combine(largest, squares, factors, eps, PARTS: tl.constexpr):
     """Write the inverse of each matrix's largest magnitude, and of its norm after that division, to ``factors``."""
     matrix = tl.program_id(0)
@@ -354,14 +354,14 @@ def combine(largest, squares, factors, eps, PARTS: tl.constexpr):
     tl.store(factors + 2 * matrix + 1, (1.0 / norm.to(tl.float64)).to(tl.float32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=["pointers", "factors"])
 def scale(
-    pointers, factors, out, numel, part_size, rows, cols, pitch,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, DENSE: tl.constexpr,
+    pointers, factors, out, numel, parts, part_size, rows, cols, pitch,
+    BLOCK: tl.constexpr, ALIGNED: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """Write every matrix, times both its ``factors``, to ``out``: (batch, rows, pitch). DENSE: that is ``cols``."""
     # From the end: what ``measure`` read last is still in L2.
-    matrix, x, part = _matrix_and_part(pointers, tl.num_programs(0) - 1 - tl.program_id(0), PARTS, ALIGNED)
+    matrix, x, part = _matrix_and_part(pointers, tl.num_programs(0) - 1 - tl.program_id(0), parts, ALIGNED)
     first = tl.load(factors + 2 * matrix)
     second = tl.load(factors + 2 * matrix + 1)
     out += matrix.to(tl.int64) * rows * pitch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
@@ -186,6 +186,15 @@ def _compile_for_trial(matrices: Sequence[Tensor], iteration: Iteration) -> None
                     ops.run(batch, iteration)
 
         compile_ahead(products, launch)
+
+
+def compile_ahead(name: str, shapes: Iterable[tuple[int, int]], device: torch.device, dtype: torch.dtype) -> None:
+    """Compile what a backend launches for (rows, cols) matrices of these shapes, and its trial has not, in threads."""
+    if name == "triton":
+        with suppress(Exception):  # whatever it is, the first step launches the same and says what is wrong
+            from ds_muon.orthogonalize import triton_backend
+
+            triton_backend.compile_ahead(shapes, device, dtype)
 
 
 def release() -> None:

@@ -9,7 +9,7 @@ the same expression (``products``). ``choose_tile`` may therefore look at the ba
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate, cycle
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ds_muon.kernels import products
+from ds_muon.kernels import ahead, products
 from ds_muon.kernels.launch import addresses_of, ceil_div, on
 from ds_muon.orthogonalize.coefficients import Triple
 from ds_muon.orthogonalize.graphs import GraphCache, overlapped
@@ -226,14 +226,27 @@ def normalize(addresses: Tensor, out: Tensor, eps: float, sums: Sequence[Tensor]
     squares, largest, factors = sums
     numel, pitch = rows * cols, out.stride(1)
     parts, part_size = _parts(numel)
-    constants = {"PARTS": parts, "BLOCK": _BLOCK, "ALIGNED": aligned, "num_warps": 4}
+    constants = {"BLOCK": _BLOCK, "ALIGNED": aligned, "num_warps": 4}
     eps = max(eps, torch.finfo(torch.float32).tiny)
     with on(out.device):
-        products.measure[(batch * parts,)](addresses, largest, squares, numel, part_size, **constants)
+        products.measure[(batch * parts,)](addresses, largest, squares, numel, parts, part_size, **constants)
         products.combine[(batch,)](largest, squares, factors, eps, PARTS=parts)
         products.scale[(batch * parts,)](
-            addresses, factors, out, numel, part_size, rows, cols, pitch, DENSE=pitch == cols, **constants
+            addresses, factors, out, numel, parts, part_size, rows, cols, pitch, DENSE=pitch == cols, **constants
         )
+
+
+def compile_ahead(shapes: Iterable[tuple[int, int]], device: torch.device, dtype: torch.dtype) -> None:
+    """Compile side by side what normalizes matrices of these shapes: the rest does not depend on them."""
+
+    def launch() -> None:
+        for rows, cols in shapes:
+            layout = _layout(1, rows, cols, dtype, 0)
+            out, _, *sums = layout.tensors(torch.empty(layout.nbytes, dtype=torch.uint8, device="meta"))
+            normalize(torch.empty(1, dtype=torch.int64, device="meta"), out, 0.0, sums, aligned=True)
+
+    with on(device):
+        ahead.compile_ahead(products, launch)
 
 
 def affine(r: Tensor, *, beta: float, identity: float, out: Tensor | None = None) -> Tensor:

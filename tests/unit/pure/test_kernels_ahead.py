@@ -32,9 +32,11 @@ class Beside:
     """Stands for Triton's mode, which counts who is inside."""
 
     inside = 0
+    pool: Executor
 
     def __init__(self, pool: Executor, *, ignore_errors: bool) -> None:
         assert ignore_errors
+        Beside.pool = pool
 
     def __enter__(self) -> None:
         Beside.inside += 1
@@ -66,6 +68,31 @@ def test_what_would_be_launched_is_compiled_and_only_inner_functions_stay(kernel
     assert product.compiled == [((3,), (1, 2), {"num_warps": 4})] and not product.launched
     assert part.launched and not part.compiled
     assert kernels.product is product and Beside.inside == 0
+
+
+def test_of_each_signature_the_launcher_is_made_once_and_one_that_fails_costs_no_kernel(
+    kernels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def launcher(src: Any, metadata: object) -> None:
+        made.append(f"{src.name} {', '.join(src.signature.values())}")
+        raise RuntimeError("no C compiler")
+
+    driver = SimpleNamespace(active=SimpleNamespace(launcher_cls=launcher))
+    monkeypatch.setattr(ahead.triton, "runtime", SimpleNamespace(driver=driver), raising=False)
+    types = [("product", "tensordesc<fp16[1, 64, 64]>"), ("product", "tensordesc<fp16[1, 32, 64]>"), ("sum", "*fp32")]
+    compiled = [
+        SimpleNamespace(src=SimpleNamespace(name=name, signature={"x": of}), metadata=None) for name, of in types
+    ]
+    got: list[object] = []
+
+    def launch() -> None:
+        for kernel in compiled:
+            got.append(Beside.pool.submit(lambda kernel=kernel: kernel).result())
+
+    ahead.compile_ahead(kernels, launch)
+    assert got == compiled and len(made) == 2
 
 
 def test_after_an_error_the_kernels_are_launched_again(kernels: Any) -> None:

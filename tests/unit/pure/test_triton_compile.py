@@ -1,6 +1,7 @@
 """Compiles the shipped tiles for Ampere and Hopper, without a GPU: registers, spills and shared memory.
 
-Shared memory decides how many programs live on a multiprocessor; one buffer too many halves that in silence.
+Shared memory decides how many programs live on a multiprocessor; one buffer too many halves that in silence. And what
+is compiled ahead of a first step is what that step launches.
 """
 
 from __future__ import annotations
@@ -130,14 +131,15 @@ def compile_normalization(case: NormalizationCase) -> Usage:
     from ds_muon.orthogonalize import triton_backend
 
     kernel = getattr(products, case.kernel)
-    constants = {"PARTS": triton_backend._PARTS}
+    constants: dict[str, Any] = {"PARTS": triton_backend._PARTS}
     if case.kernel != "combine":
-        constants |= {"BLOCK": triton_backend._BLOCK, "ALIGNED": case.aligned}
+        constants = {"BLOCK": triton_backend._BLOCK, "ALIGNED": case.aligned}
     if case.kernel == "scale":
         constants |= {"DENSE": case.dense}
     pointers = {"pointers": "*i64", "squares": "*fp64", "largest": "*fp32", "factors": "*fp32", "out": f"*{case.dtype}"}
     signature = {name: pointers.get(name, "i32") for name in kernel.arg_names} | {"eps": "fp32"}
-    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in pointers}
+    aligned = {"measure": (), "combine": ("largest", "squares"), "scale": ("out",)}[case.kernel]
+    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in aligned}
     return compile_kernel(kernel, signature, constants, attributes, case.arch, NORMALIZATION_WARPS, 3)
 
 
@@ -243,8 +245,86 @@ def compile_kernel(
     )
 
 
+class Hopper:
+    """Stands for Triton's driver: an H100 on which nothing is launched."""
+
+    class launcher_cls:
+        def __init__(self, *of: Any) -> None:
+            pass
+
+        def __call__(self, *arguments: Any) -> None:
+            pass
+
+    class utils:
+        @staticmethod
+        def get_device_properties(device: int) -> dict[str, int]:
+            return {"max_shared_mem": SHARED[90]}
+
+        @staticmethod
+        def load_binary(*of: Any) -> tuple[int, ...]:
+            return 1, 1, 0, 0, 1024
+
+    @staticmethod
+    def get_current_target() -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    @staticmethod
+    def get_current_device() -> int:
+        return 0
+
+    @staticmethod
+    def get_current_stream(device: int) -> int:
+        return 0
+
+
+SHAPES = [(64, 160), (1000, 72), (200, 99)]
+
+
+def entries_of_the_cache() -> dict[str, list[str]]:
+    """Which entries of Triton's cache are filled or read ahead of a first step, and which by it, with their kernels."""
+    import torch
+    import triton
+
+    from ds_muon.kernels import ahead, elementwise, products
+    from ds_muon.layout import Piece
+    from ds_muon.orthogonalize import triton_backend
+    from ds_muon.passes import Held, Moves, Segments, triton_passes
+
+    found: list[str] = []
+    triton.runtime.driver.set_active(Hopper())
+    triton.knobs.compilation.listener = lambda src, metadata, **rest: found.append(f"{src.name} {metadata['hash']}")
+    ahead._threads = lambda: 2  # type: ignore[assignment]  # also on one core
+    cpu, fp16 = torch.device("cpu"), torch.float16
+    triton_backend.compile_ahead(SHAPES, cpu, fp16)
+    settings: dict[str, Any] = {"momentum": 0.95, "nesterov": True}
+    triton_passes.compile_ahead(cpu, **settings, momentum_dtype=torch.float32, result_dtype=fp16, weight_decay=0.1)
+    compiled_ahead = sorted(set(found))
+
+    found.clear()
+    for kernel in (*vars(products).values(), *vars(elementwise).values()):
+        if isinstance(kernel, triton.JITFunction):
+            kernel.device_caches.clear()  # what this process has in hand already
+    for rows, cols in SHAPES:
+        layout = triton_backend._layout(3, rows, cols, fp16, 2)
+        out, _, _, _, *sums = layout.tensors(torch.empty(layout.nbytes, dtype=torch.uint8))
+        addresses = torch.zeros(3, dtype=torch.int64)
+        for part in (slice(0, 1), slice(1, 3)):  # as the parts of a batch lie in its memory
+            triton_backend.normalize(addresses[part], out[part], 0.0, [of[part] for of in sums], aligned=True)
+    flat, buffer = torch.zeros(2, 3 * 512 * 128).unbind()
+    held = [Held(Piece((), 0, 512, 128), 0, i * 512 * 128, 512 * 128) for i in range(3)]
+    moves = Moves(Segments.of(held, len(flat), cpu), torch.ones(3, dtype=torch.bool))
+    triton_passes.sum_of_squares(flat)
+    triton_passes.sum_of_squares(flat, moves.segments)
+    triton_passes.advance_momentum_(flat, buffer, **settings, moves=moves)
+    triton_passes.store_updates(torch.zeros(3, 512, 128, dtype=fp16), list(flat.view(3, 512, 128)), scale=0.2)
+    triton_passes.apply_update_(flat, buffer, lr=0.02, weight_decay=0.1, moves=moves)
+    return {"ahead": compiled_ahead, "first step": sorted(set(found))}
+
+
 @pytest.fixture(scope="module")
-def usages(request: pytest.FixtureRequest) -> dict[Any, Usage]:
+def compiled(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Compiled in a process of its own: the interpreter may have taken over Triton in this one."""
     chosen = ALL if request.config.getoption("--all") else FEW_OF_ALL
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
@@ -252,8 +332,15 @@ def usages(request: pytest.FixtureRequest) -> dict[Any, Usage]:
     numbers = [str(ALL.index(case)) for case in chosen]
     run = subprocess.run([sys.executable, __file__, *numbers], capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr[-5000:]
-    found = json.loads(run.stdout.splitlines()[-1])
-    return {case: Usage(**usage) for case, usage in zip(chosen, found, strict=True)}
+    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    usages = {case: Usage(**usage) for case, usage in zip(chosen, found["usages"], strict=True)}
+    return {**found, "usages": usages}
+
+
+@pytest.fixture(scope="module")
+def usages(compiled: dict[str, Any]) -> dict[Any, Usage]:
+    found: dict[Any, Usage] = compiled["usages"]
+    return found
 
 
 def few_first(cases: list[Any]) -> list[Any]:
@@ -317,6 +404,18 @@ def test_the_polynomial_without_a_product_rounds_its_product_before_the_sum(
     assert usages[case].stack == 0 and not usages[case].fused
 
 
+def test_what_is_compiled_ahead_is_what_a_first_step_launches(compiled: dict[str, Any]) -> None:
+    entries = compiled["entries"]
+    assert entries["ahead"] == entries["first step"]
+    # Of three shapes: one kernel per number of parts, and whatever the sizes are multiples of.
+    kernels = [entry.split()[0] for entry in entries["ahead"]]
+    assert {name: kernels.count(name) for name in ("measure", "combine", "scale")} == {
+        "measure": 2,
+        "combine": 3,
+        "scale": 3,
+    }
+
+
 def allocated(registers: int, warps: int) -> int:
     """Registers that a program takes: threads get multiples of eight."""
     return -(-registers // 8) * 8 * 32 * warps
@@ -326,4 +425,5 @@ if __name__ == "__main__":
     compilers = {Case: compile_case, NormalizationCase: compile_normalization, tuple: compile_affine}
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         chosen = [ALL[int(number)] for number in sys.argv[1:]]
-        print(json.dumps([asdict(usage) for usage in pool.map(lambda case: compilers[type(case)](case), chosen)]))
+        found = [asdict(usage) for usage in pool.map(lambda case: compilers[type(case)](case), chosen)]
+    print(json.dumps({"usages": found, "entries": entries_of_the_cache()}))

@@ -64,6 +64,21 @@ def test_every_part_that_the_zero_optimizer_takes_from_deepspeeds_is_looked_for(
     assert used["deepspeed_zero"] <= set(dict(deepspeed_parts.MODULE_NAMES)[deepspeed_zero])
 
 
+def test_the_kernels_of_a_first_step_are_compiled_when_the_engine_is_built() -> None:
+    by_backend, by_passes = run_ranks(1, compiled_ahead)[0]
+    assert by_backend == [("torch", {(8, 8), (6, 16)}, torch.device("cpu"), torch.float32)]
+    assert by_passes == [torch.device("cpu")]
+
+
+def compiled_ahead() -> tuple[list[Any], list[Any]]:
+    with (
+        mock.patch.object(registration.backends, "compile_ahead") as by_backend,
+        mock.patch.object(registration.passes, "compile_ahead") as by_passes,
+    ):
+        start(PrescribedGradients([(8, 8), (6, 16), (8, 8)]), ds_config())
+    return [call.args for call in by_backend.call_args_list], [call.args[0] for call in by_passes.call_args_list]
+
+
 def test_a_zero_optimizer_that_lays_out_otherwise_is_refused() -> None:
     """The plan is compared with ZeRO's own layout when the engine is built."""
     assert "does not lay out" in str(run_ranks(1, shifted_layout)[0])
