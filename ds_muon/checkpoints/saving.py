@@ -15,6 +15,7 @@ from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, TorchCheck
 from torch import nn
 
 from ds_muon.agree import gather, raise_together
+from ds_muon.checkpoints.reading import read_file
 from ds_muon.checkpoints.universal import FOLDERS
 from ds_muon.failure import Failure
 from ds_muon.files import on_disk, rename
@@ -113,6 +114,14 @@ class WholeCheckpoints(TorchCheckpointEngine):  # type: ignore[misc]
                 with suppress(OSError):
                     unfinished.unlink()
                 self._unfinished.clear()
+
+    def load(self, path: str, map_location: Any = None) -> dict[str, Any]:
+        """Read one file, with its tensors on the host. Unlike DeepSpeed's own, it runs no code that the file names.
+
+        Raises:
+            ValueError: see ``read_file``.
+        """
+        return read_file(Path(path), mapped=False)
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
         """Give the files their names. Inside of ``together`` a collective.
