@@ -1,5 +1,4 @@
-"""What happens when one of two ranks fails, or is killed, in each phase of a step, in a save and in a load: the table of
-docs/measured.md.
+"""What happens when one of two ranks fails, or is killed, in a step, a save or a load: the table of docs/measured.md.
 
     python scripts/measure_faults.py                              # on CPU
     DS_MUON_TEST_DEVICE=cuda python scripts/measure_faults.py     # on two GPUs
