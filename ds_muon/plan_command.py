@@ -42,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--tflops",
         type=rate,
         default=RATES.flops / 1e12,
-        help="for the times: rate of the iteration per rank (default: %(default)g; see bench newton-schulz)",
+        help="for the times: the iteration's rate (default: %(default)g; `ds-muon bench newton-schulz` measures it)",
     )
     parser.add_argument(
         "--link", type=rate, default=RATES.bytes_per_second / 1e9, metavar="GB/s",

@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import re
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import TextIO
 
 import pytest
 
+from ds_muon import config_command
 from ds_muon import say as say_module
 from ds_muon.say import log, say, tell
 
@@ -173,3 +175,12 @@ def test_nothing_is_said_in_another_way() -> None:
     other = re.compile("|".join(ways))
     package = Path(say_module.__file__).parent
     assert [path.name for path in package.rglob("*.py") if other.search(path.read_text())] == []
+
+
+def test_a_config_that_goes_to_a_file_has_nothing_of_deepspeeds_log_in_it() -> None:
+    # With no GPU in sight DeepSpeed says that it takes the CPU, and it says so on stdout.
+    environment = {key: of for key, of in os.environ.items() if key != "DS_ACCELERATOR"} | {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "ds_muon.cli", "config", "zero2_bf16"]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=True)
+    assert run.stdout == (config_command.folder() / "zero2_bf16.json").read_text()
+    assert "Setting accelerator to CPU" in run.stderr

@@ -67,6 +67,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA Test")
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(backends, "_triton", TorchOperations)
+    monkeypatch.setattr(backends, "_compile_for_trial", lambda *_: None)
     monkeypatch.setattr(backends, "find_spec", lambda name: object())
     to = Tensor.to
     monkeypatch.setattr(
