@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from contextlib import redirect_stderr, redirect_stdout
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from ds_muon.cli import main
 from ds_muon.config import DSMuonConfig
+from ds_muon.doctor import command
 from ds_muon.doctor.examine import examine
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -84,6 +86,8 @@ def test_commands_answer_to_any_arguments(
         answer([command, *words])
 
 
+here = cache(command.look)  # takes a second
+
 # What others have made: the keys that are looked for, and anything else.
 LEAVES = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6) | st.sampled_from(["auto", "1.5"])
@@ -117,7 +121,7 @@ def folder_with(root: Path, content: Any, log: Any, lines: list[str]) -> Path:
     return root
 
 
-@settings(FEW, max_examples=10)
+@FEW
 @given(content=CONTENTS, log=LOGS, lines=LINES)
 def test_commands_answer_to_files_of_any_content(
     content: Any, log: Any, lines: list[str], tmp_path_factory: pytest.TempPathFactory
@@ -129,4 +133,6 @@ def test_commands_answer_to_files_of_any_content(
     answer(["replay", f"{run}/step1/mp_rank_00_model_states.pt"])
     answer(["to-universal", run, out])
     answer(["migrate", run, out])
-    answer(["doctor", "--config", file, "--fix", f"{out}.json", "--overwrite"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "look", here)
+        answer(["doctor", "--config", file, "--fix", f"{out}.json", "--overwrite"])
