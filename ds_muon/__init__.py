@@ -1,5 +1,6 @@
 """Muon for DeepSpeed ZeRO-1/2: ``import ds_muon``, then ``"optimizer": {"type": "DSMuon"}`` in the DeepSpeed config."""
 
+from ds_muon import command_log  # noqa: F401
 from ds_muon.config import DSMuonConfig, DSMuonConfigError
 from ds_muon.one_matrix import muon_update
 from ds_muon.optimizer import DSMuon

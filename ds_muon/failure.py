@@ -1,4 +1,4 @@
-"""What a rank does with an error in the middle of a step: it takes part until all ranks can stop together.
+"""What a rank does with an error that the others do not have: it takes part until all ranks can stop together.
 
 The others would wait for a rank that only raises, or apply what it does not. So it holds its error, sends zeros where
 it has nothing, and says that it has failed when all ranks decide on the step.
@@ -17,6 +17,7 @@ from ds_muon.agree import Notice, raise_together
 from ds_muon.refusals import DSMuonRefusal
 from ds_muon.say import log
 
+_UNMADE = "No engine is made. If memory cannot be locked, set offload_optimizer.pin_memory to false"
 _UNMOVED = "Nothing has moved on any rank"
 _STAGED = "No weight has moved on any rank, but momentum may have: load a checkpoint before you go on"
 _LOAD = "load a checkpoint with its optimizer states"
@@ -24,12 +25,16 @@ _TORN = {
     "commit": f"Its weights may have moved in part: {_LOAD}",
     "load_checkpoint": f"Its weights and state are old in part, and new in part: {_LOAD}",
 }
-AFTERMATH = {"take_gradients": _UNMOVED, "measure": _UNMOVED, "stage": _STAGED, "decide": _STAGED, **_TORN}
-"""By what has failed on a rank: a phase of a step, or a load."""
+AFTERMATH = {
+    "initialize": _UNMADE,
+    **{"take_gradients": _UNMOVED, "measure": _UNMOVED, "stage": _STAGED, "decide": _STAGED},
+    **_TORN,
+}
+"""By what has failed on a rank: the making of its part of an engine, a phase of a step, or a load."""
 
 
 class Failure:
-    """The first error of this rank in a step, or a load, held until all ranks stop.
+    """The first error of this rank as its engine is made, in a step, or in a load, held until all ranks stop.
 
     A rank alone raises its error where it occurs. What has failed in ``commit`` or a load has torn this rank's weights:
     it stays, and no step or save is made, until a load succeeds. Others may save before they meet in the next step, so

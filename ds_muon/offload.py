@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -82,7 +82,9 @@ class Ferry:
         """Compiled passes; None if these cannot be had."""
         self._lift = None if self._loops is None else lift_to(device, pinned=self._pinned)
         # Beside which Newton-Schulz of other matrices is launched: that takes as long as a third of the writing.
-        self._writer = ThreadPoolExecutor(1, "ds_muon", _as_here, (device, torch.get_num_threads()))
+        # A loop whose threads lack one core takes longer by half than one with a thread less.
+        threads = torch.get_num_threads()
+        self._writer = ThreadPoolExecutor(1, "ds_muon", _as_here, (device, threads - (threads >= 8)))
 
     def up(self, matrices: Sequence[Tensor]) -> Journey:
         """Start to copy matrices to the accelerator.
@@ -118,13 +120,14 @@ class Ferry:
         """What ``up_from`` starts. Returns what is recorded after the copies."""
         on_gpu = self.device.type == "cuda"
         with self._beside("up", after=None) if on_gpu else nullcontext() as stream:
-            for first, end in _neighbours(matrices):
-                flat = goals[first:end].view(-1)
-                if (goal := self.goal(flat)) is not None:
-                    write(matrices[first], goal)
-                else:
-                    write(matrices[first], written := torch.empty(flat.shape, dtype=flat.dtype, device="cpu"))
-                    flat.copy_(written)
+            with self.together():
+                for first, end in _neighbours(matrices):
+                    flat = goals[first:end].view(-1)
+                    if (goal := self.goal(flat)) is not None:
+                        write(matrices[first], goal)
+                    else:
+                        write(matrices[first], written := torch.empty(flat.shape, dtype=flat.dtype, device="cpu"))
+                        flat.copy_(written)
             return None if stream is None else stream.record_event()
 
     def settle(self) -> None:
@@ -154,6 +157,10 @@ class Ferry:
             self._lift.stream = torch.cuda.current_stream(tensor.device).cuda_stream
         return Goal(tensor, self._lift)
 
+    def together(self) -> AbstractContextManager[None]:
+        """Let what is written to goals of one stream wait for the end: see ``Lift.together``."""
+        return nullcontext() if self._lift is None else self._lift.together()
+
     def down(self, results: Sequence[Tensor], places: Sequence[Tensor] | None = None) -> Journey:
         """Start to copy results to the host, contiguous, as what is queued now will have left them.
 
@@ -176,7 +183,8 @@ class Ferry:
             for place, result in zip(places, results, strict=True):
                 place.copy_(result, non_blocking=True)
                 result.record_stream(stream)
-            return Journey(list(places), stream.record_event())
+            # Blocking, because a core that asks again and again is one that the loops lack.
+            return Journey(list(places), stream.record_event(torch.cuda.Event(blocking=True)))  # type: ignore[no-untyped-call]
 
     @contextmanager
     def _beside(self, direction: str, *, after: torch.cuda.Stream | None) -> Iterator[torch.cuda.Stream]:

@@ -25,11 +25,11 @@ from ds_muon.verify.report.picture import COLOURS, HEADING, WIDTH, figure_of, sh
 from ds_muon.verify.report.rows import rows_of, verdict_of, with_printable_names
 
 _HALF = "(muon|adamw)"
-_SKIPPED, _BALANCE = "Steps skipped so far", "Most loaded rank over the mean"
+_RATES, _SKIPPED, _BALANCE = "Learning rate", "Steps skipped so far", "Most loaded rank over the mean"
 _CHECKS = "Largest error of a check, over its tolerance"
 PANELS = {
     "Loss": r"(?:.*_)?loss",
-    "Learning rate": rf"(?:DSMuon_lr_{_HALF}|(?:.*_)?(?:lr|learning_rate))",
+    _RATES: rf"(?:DSMuon_lr_{_HALF}|(?:.*_)?(?:lr|learning_rate))",
     "Norm of the gradients": rf"(?:DSMuon_grad_norm_{_HALF}|grad_norm)",
     "Size of the updates, before the rate": rf"DSMuon_update_rms_{_HALF}",
     "Size of the weights": rf"DSMuon_weight_rms_{_HALF}",
@@ -45,7 +45,7 @@ PANELS = {
 """Title of a panel, and the names of what is in it; a group is what to call it there."""
 
 # Where values of several sizes are told apart.
-_LOGARITHMIC = {"Learning rate", "Norm of the gradients", "Norm of U", "Loss scale"}
+_LOGARITHMIC = {_RATES, "Norm of the gradients", "Norm of U", "Loss scale"}
 # What the axis of others begins with, and reaches at least.
 _REACH = {_SKIPPED: (0.0, 1.0), _BALANCE: (1.0, 1.1), _CHECKS: (0.0, 1.1)}
 _LIGHT = {name: light for name, (light, _) in COLOURS.items()}
@@ -107,6 +107,8 @@ def panels_of(log: RunLog) -> dict[str, dict[str, Mapping[float, float]]]:
             if match := re.fullmatch(pattern, name):
                 called = next((group for group in match.groups() if group), name)
                 found.setdefault(title, {})[called] = values
+    if of_halves := {name: found[_RATES][name] for name in found.get(_RATES, ()) if name in ("muon", "adamw")}:
+        found[_RATES] = of_halves  # what DeepSpeed and Trainer log as well is the rate of the first group
     # Muon before AdamW, as everywhere.
     return {title: dict(sorted(series.items(), key=lambda each: each[0] != "muon")) for title, series in found.items()}
 
@@ -162,19 +164,30 @@ def draw(log: RunLog, panels: Mapping[str, Mapping[str, Mapping[float, float]]])
 
 
 def _draw_lines(axes: Any, series: Mapping[str, Mapping[float, float]], logarithmic: bool) -> None:
-    finite: list[float] = []
-    for place, (name, values) in enumerate(list(series.items())[:_LINES]):
-        kept = {x: y for x, y in values.items() if math.isfinite(y) and math.isfinite(x)}
-        finite += kept.values()
-        left_out = len(values) - len(kept)
-        label = shortened(name, _NAME_CHARACTERS, keep_end=True) + (f" ({left_out} not finite)" if left_out else "")
+    shown = {name: {x: y for x, y in values.items() if math.isfinite(y) and math.isfinite(x)}
+             for name, values in list(series.items())[:_LINES]}  # fmt: skip
+    positive = [y for values in shown.values() for y in values.values() if y > 0]
+    logarithmic = logarithmic and bool(positive)
+    for place, (name, kept) in enumerate(shown.items()):
+        left_out = {"not finite": len(series[name]) - len(kept)}
+        if logarithmic:
+            left_out["not above 0"] = sum(y <= 0 for y in kept.values())
+        notes = ", ".join(f"{number} {what}" for what, number in left_out.items() if number)
+        label = shortened(name, _NAME_CHARACTERS, keep_end=True) + (f" ({notes})" if notes else "")
         marker = "o" if len(kept) < 30 else None
         axes.plot([*kept], [*kept.values()], color=_LIGHT[f"rank{place}"], linewidth=1.2, label=label, marker=marker,
                   markersize=2.2)  # fmt: skip
-    if logarithmic and any(y > 0 for y in finite):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter("{x:g}")
+    if logarithmic:
+        from matplotlib.ticker import AutoLocator, LogLocator
+
+        axes.set_yscale("log", nonpositive="mask")  # a gap
+        # Two numbers at least to read off: decades of 100, 1-2-5 of a factor of 5, and of less, ticks of a linear axis.
+        bottom, top = axes.get_ylim()
+        decades = LogLocator(subs=(1, 2, 5) if top < 100 * bottom else (1,))
+        axes.yaxis.set_major_locator(AutoLocator() if top < 5 * bottom else decades)
         axes.yaxis.set_minor_formatter("")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:.7g}")  # as fp32 has, and no factor apart from its numbers, in the legend
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, fontsize=7, borderpad=0,
                 borderaxespad=0.2, handlelength=1.2, labelspacing=0.2, labelcolor=_LIGHT["muted"])  # fmt: skip
     axes.set_facecolor(_LIGHT["paper"])

@@ -6,17 +6,10 @@ import io
 import logging
 import os
 import sys
-from contextlib import redirect_stdout, suppress
-from pathlib import Path
+from contextlib import suppress
 from typing import TextIO
 
 import torch.distributed as dist
-
-# DeepSpeed's log keeps the stdout that it finds when DeepSpeed is imported. In a command, stdout is what was asked for:
-# a config, say, that goes to a file.
-if Path(sys.argv[0]).stem == "ds-muon" or sys.orig_argv[1:3] == ["-m", "ds_muon.cli"]:
-    with redirect_stdout(sys.stderr):
-        import deepspeed  # noqa: F401
 
 
 def say(text: str, *, every_rank: bool = False) -> None:

@@ -62,7 +62,10 @@ class MuonZeroOptimizer(MuonZeroBase):
     """
 
     def __init__(self, init_optimizer: DSMuon, param_names: dict[Tensor, str], *args: Any, **kwargs: Any) -> None:
-        super().__init__(init_optimizer, param_names, *args, **kwargs)
+        self.failure = Failure(None)
+        with self.failure.holding("initialize"):  # a rank may have less memory than the others
+            super().__init__(init_optimizer, param_names, *args, **kwargs)
+        self.failure.raise_on_all()
         config = init_optimizer.config
         self.newton_schulz = config.newton_schulz(self.accelerator)
         self.steps = 0
@@ -243,9 +246,10 @@ class MuonZeroOptimizer(MuonZeroBase):
         weights = self.single_partition_of_fp32_groups[len(muon) :]
         for flat, gradient in zip(weights, adamw, strict=True):
             flat.grad = gradient
-        if self.cpu_offload:  # .grad stays, as the place for the next step's
+        if self.ferry is not None:  # .grad stays, as the place for the next step's
             parts = ((i, group.host_part) for i, group in enumerate(self.muon_groups))
-            self.optimizer.step(staged=[() if part is None else self.sent_up(i, part) for i, part in parts])
+            with self.ferry.together():
+                self.optimizer.step(staged=[() if part is None else self.sent_up(i, part) for i, part in parts])
         else:
             self.optimizer.step(staged=[[Stretch(0, update)] for update in muon])
             for flat in weights:

@@ -26,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -305,6 +306,15 @@ def show(found: dict[str, Any]) -> None:
                     print(f"{name}: {key}:", {of: round(ms, 2) for of, ms in last[key].items()})
 
 
+def host_bytes() -> int:
+    """The host's memory: what this process is limited to, or else all, which on some machines grows with use."""
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # not there, or "max"
+            if (limit := int(Path(path).read_text())) < 1 << 50:
+                return limit
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def largest(options: argparse.Namespace, begun: float) -> dict[str, Any]:
     """For DSMuon with offload and without, the most billions of parameters that train; by steps from an estimate.
 
@@ -317,7 +327,7 @@ def largest(options: argparse.Namespace, begun: float) -> dict[str, Any]:
     width, sequence = 4096, 256
     per_billion = round(1e9 / (12 * width**2))  # layers
     gpu = torch.cuda.get_device_properties(0).total_memory
-    host = options.host or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+    host = options.host or host_bytes() / 1e9
 
     def host_gb(billions: int) -> float:
         """Momentum; weights and gradients, pinned, which torch rounds up to a power of two; DeepSpeed's bf16 copy."""
@@ -362,7 +372,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=420.0, help="seconds after which no process begins")
     parser.add_argument("--only", nargs="+", choices=CANDIDATES, default=[*CANDIDATES])
     parser.add_argument("--largest", action="store_true", help="in place of the comparison")
-    parser.add_argument("--host", type=float, help="GB of the host's memory, for --largest; by default what it says")
+    parser.add_argument("--host", type=float, help="GB of the host's memory, for --largest; by default its limit")
     parser.add_argument("--loops", action="store_true", help="in place of the comparison: the host's loops alone")
     parser.add_argument("--trace", type=Path, help="write a trace of one iteration with offload, of the last model")
     parser.add_argument("--json", type=Path, help="write all numbers")

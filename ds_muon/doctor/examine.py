@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.monitor import utils as monitors
+from deepspeed.monitor.config import get_monitor_config
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
@@ -24,6 +28,13 @@ from ds_muon.routing import route
 from ds_muon.schedulers import highest_rates
 
 Kind = Literal["refused", "warning", "note"]
+
+# Of each monitor that takes a package: DeepSpeed's look at it, which raises, and what to install.
+_MONITORS = {
+    "tensorboard": (monitors.check_tb_availability, "tensorboard"),
+    "wandb": (monitors.check_wandb_availability, "wandb"),
+    "comet": (monitors.check_comet_availability, "'comet_ml>=3.41.0'"),
+}
 
 
 @dataclass(frozen=True)
@@ -50,12 +61,12 @@ def examine(config: dict[str, Any]) -> list[Finding]:
     found = [Finding("refused", text) for text in [*_optimizer(config), *_blanks(config)]]
     changes = {change.place: change.value for change in switch(config)}
     filled = fill(ds_config.changed(config, changes), AUTO_IS_A_CHOICE)
-    found += [Finding("refused", text) for text in _settings(filled.config)]
+    found += [Finding("refused", text) for text in [*_settings(filled.config), *_monitors(filled.config)]]
     params = ds_config.value_at(filled.config, ("optimizer", "params"))
     read, lines = DSMuonConfig.read({} if params is ds_config.ABSENT or params is None else params)
     found += [Finding("refused", text) for text in [*lines, *_backend(read)]]
     found += _rates(filled, read)
-    found += [Finding("note", text) for text in _of_trainer(filled, read)]
+    found += [Finding("note", text) for text in _of_trainer(fill(config, AUTO_IS_A_CHOICE), read)]
     return sorted(found, key=lambda finding: ("refused", "warning", "note").index(finding.kind))
 
 
@@ -93,8 +104,29 @@ def _settings(filled: dict[str, Any]) -> list[str]:
     try:
         return ds_config.refusals(filled)
     except Exception as error:  # pydantic's, an assertion, or whatever a value of another type leads to
-        said = "; ".join(line.strip() for line in str(error).splitlines()) or type(error).__name__
-        return [f"DeepSpeed cannot read this config: {said}"]
+        return [f"DeepSpeed cannot read this config: {_in_a_line(error)}"]
+
+
+def _in_a_line(error: Exception) -> str:
+    return "; ".join(line.strip() for line in str(error).splitlines()) or type(error).__name__
+
+
+def _monitors(filled: dict[str, Any]) -> list[str]:
+    """Of the monitors that are on, those whose package DeepSpeed cannot import here."""
+    try:
+        configured = get_monitor_config(filled)
+    except Exception:  # DeepSpeed cannot read the config, and that is said
+        return []
+    lines = []
+    for section, (look, package) in _MONITORS.items():
+        try:
+            if getattr(configured, section).enabled:
+                with redirect_stdout(StringIO()):
+                    look()
+        except Exception as error:  # a package that is there may fail in any way
+            stops = f'training stops at its start, on this machine, with "{_in_a_line(error)}"'
+            lines.append(f"{section}.enabled = true: {stops}; pip install {package}")
+    return lines
 
 
 def _backend(read: DSMuonConfig) -> list[str]:
@@ -135,9 +167,9 @@ def _rates(filled: Filled, read: DSMuonConfig) -> list[Finding]:
 def _of_trainer(filled: Filled, read: DSMuonConfig) -> list[str]:
     if not filled.places:
         return []
-    arguments = {place[-1]: FILLED_IN[place][0] for place in filled.places}
-    taken = ", ".join(f"{key} from {argument}" for key, argument in arguments.items() if argument not in ("", key))
-    lines = [f'"auto" is for Trainer to fill in: {taken}'] if taken else []
+    keys = {".".join(place): FILLED_IN[place][0] for place in filled.places}
+    taken = (key if argument in ("", key) else f"{key} from {argument}" for key, argument in keys.items())
+    lines = [f'"auto" is for Trainer to fill in: {", ".join(taken)}']
     if not read.no_decay_params:
         lines.append(
             "weight_decay acts on norms and biases, too: Trainer leaves them out of an optimizer of its own only; name "

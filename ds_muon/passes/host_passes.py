@@ -23,7 +23,7 @@ from torch.utils import cpp_extension
 from ds_muon.files import writing
 from ds_muon.layout import Piece
 from ds_muon.passes import torch_passes
-from ds_muon.passes.lift import Goal, Lift, LiftFailed
+from ds_muon.passes.lift import Goal, Lift, Load, Loop
 from ds_muon.passes.segments import SPAN, Moves, Segments
 from ds_muon.passes.torch_passes import of_matrices, store_updates, sums_across
 
@@ -34,7 +34,7 @@ _FLAGS = ["-O3", "-std=c++2a", "-fopenmp", "-ffp-contract=off", "-fno-math-errno
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 _int, _long, _float, _address = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
-_lift = ctypes.POINTER(Lift)
+_lift, _loads = ctypes.POINTER(Lift), ctypes.POINTER(Load)
 
 
 def _built() -> ctypes.CDLL:
@@ -72,8 +72,8 @@ def _compiled() -> ctypes.CDLL:
     """The library, with the types of its functions."""
     library = _built()
     for name, types in {
-        "advance": [_address, _address, _address, _lift, _int, _long, _float, _float, _int, _int],
-        "apply": [_address, _address, _int, _address, _lift, _int, _long, _float, _float, _float],
+        "advance": [_loads, _long, _lift, _float, _float, _int, _int],
+        "apply": [_loads, _long, _lift, _int, _float, _float],
         "adamw": [*[_address] * 4, _long, *[_float] * 7],
         "squares": [_address, _address, _long, _address],
         "sums": [_address, _address, _long, _address],
@@ -107,12 +107,8 @@ def advance_momentum_(
         return
     for start, end, flag in runs:
         if flag:
-            of_g, of_m, of_u = _from(start, g, m, u)
-            failed = _LIBRARY.ds_muon_advance(
-                of_g, of_m, of_u, lift, int(m.dtype == torch.bfloat16), end - start,
-                momentum, 1 - momentum, int(momentum < 0.5), int(nesterov),
-            )  # fmt: skip
-            _check(failed)
+            load = Load(*_from(start, g, m, u), count=end - start, dtype=_DTYPES[m.dtype])
+            _run(_LIBRARY.ds_muon_advance, load, lift, momentum, 1 - momentum, int(momentum < 0.5), int(nesterov))
         else:
             u[start:end].zero_()
 
@@ -136,19 +132,17 @@ def apply_update_(
         torch_passes.apply_update_(weight, update, lr=lr, weight_decay=weight_decay, moves=moves, scale=scale)
         runs = [(0, w.numel(), False)]
     for start, end, flag in runs:
-        of_w, of_u, of_r = _from(start, w, u, r)
-        failed = _LIBRARY.ds_muon_apply(
-            of_w, of_u, _DTYPES[u.dtype] if flag else -1, of_r, lift, to, end - start, scale, lr, 1 - lr * weight_decay
-        )
-        _check(failed)
+        dtype = _DTYPES[u.dtype] if flag else -1
+        load = Load(*_from(start, w, u, r), count=end - start, scale=scale, dtype=dtype)
+        _run(_LIBRARY.ds_muon_apply, load, lift, to, lr, 1 - lr * weight_decay)
 
 
 def round_to(weight: Tensor, rounded: Goal) -> None:
     """Let weights, fp32 and contiguous, go up in the dtype of the goal."""
     w, r = _flat(weight), rounded.tensor
     _runs(None, w, r)
-    of_w, of_r = _from(0, w, r)
-    _check(_LIBRARY.ds_muon_apply(of_w, of_w, -1, of_r, rounded.lift, _DTYPES[r.dtype], w.numel(), 1.0, 0.0, 1.0))
+    load = Load(*_from(0, w, w, r), count=w.numel(), dtype=-1)
+    _run(_LIBRARY.ds_muon_apply, load, rounded.lift, _DTYPES[r.dtype], 0.0, 1.0)
 
 
 def adamw_(
@@ -228,9 +222,11 @@ def _to(goal: Tensor | Goal, *dtypes: torch.dtype) -> tuple[Tensor, Lift | None]
     return _flat(goal, *dtypes), None
 
 
-def _check(error: int) -> None:
-    if error:
-        raise LiftFailed(f"a copy to the accelerator fails: CUDA error {error}")
+def _run(loop: Loop, load: Load, lift: Lift | None, *settings: float) -> None:
+    if lift is None:
+        loop(ctypes.byref(load), 1, None, *settings)
+    else:
+        lift.take(loop, load, settings)
 
 
 def _from(start: int, *tensors: Tensor) -> list[int]:

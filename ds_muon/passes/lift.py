@@ -8,8 +8,11 @@ are all that is known of CUDA here, and nothing has to be compiled or linked aga
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_int64, c_void_p
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from ctypes import c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +23,24 @@ SLOT_BYTES, SLOTS = 8 << 20, 4
 
 class LiftFailed(RuntimeError):
     """A copy to the accelerator could not be queued. Some of what was to be written has been."""
+
+
+class Load(ctypes.Structure):
+    """What a loop reads, and where it writes to: addresses and a number of elements. The layout is that of host.cpp."""
+
+    _fields_ = [
+        ("x", c_void_p),
+        ("y", c_void_p),
+        ("goal", c_void_p),
+        ("count", c_int64),
+        ("piece", c_int64),
+        ("scale", c_float),
+        ("dtype", c_int32),
+    ]
+
+
+Loop: TypeAlias = Callable[..., int]
+"""A function of host.cpp that takes loads, their number, a lift, and settings."""
 
 
 class Lift(ctypes.Structure):
@@ -47,10 +68,14 @@ class Lift(ctypes.Structure):
 
     stream: int | None
     events: int
+    _events: Sequence[torch.cuda.Event] = ()
 
     def __init__(self, device: torch.device, *, pinned: bool) -> None:
         self._memory = torch.empty((SLOTS, SLOT_BYTES), dtype=torch.uint8, device="cpu", pin_memory=pinned)
         super().__init__(slots=self._memory.data_ptr(), bytes=SLOT_BYTES, count=SLOTS)
+        self._loads: list[Load] = []
+        self._how: tuple[Loop, tuple[float, ...]] | None = None
+        self._waits = False
         if device.type != "cpu":
             driver = ctypes.CDLL("libcuda.so.1")
             names = {"copy": "cuMemcpyAsync", "record": "cuEventRecord", "query": "cuEventQuery"}
@@ -60,6 +85,48 @@ class Lift(ctypes.Structure):
             self._events = [torch.cuda.current_stream(device).record_event() for _ in range(SLOTS)]
             self._handles = (c_void_p * SLOTS)(*(event.cuda_event for event in self._events))
             self.events = ctypes.addressof(self._handles)
+
+    def take(self, loop: Loop, load: Load, settings: tuple[float, ...]) -> None:
+        """Let a loop run over a load, at once or ``together`` with others.
+
+        Raises:
+            LiftFailed: see there.
+        """
+        if self._how != (loop, settings):
+            self._go()
+            self._how = loop, settings
+        self._loads.append(load)
+        if not self._waits:
+            self._go()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Let loads wait until the end: threads that stop and begin with each would cost a tenth of the time.
+
+        What they refer to must be there until then. If something is raised, nothing is done with those that wait.
+        """
+        self._waits = True
+        try:
+            yield
+            self._go()
+        finally:
+            self._waits = False
+            self._loads.clear()
+
+    def _go(self) -> None:
+        loads, self._loads = self._loads, []
+        if loads and self._how is not None:
+            loop, settings = self._how
+            if error := loop((Load * len(loads))(*loads), len(loads), ctypes.byref(self), *settings):
+                raise LiftFailed(f"a copy to the accelerator fails: CUDA error {error}")
+
+    def __del__(self) -> None:
+        # Torch does not know of the copies, and would give the slots to others.
+        try:
+            for event in self._events:
+                event.synchronize()
+        except RuntimeError:  # the device has failed
+            pass
 
 
 def lift_to(device: torch.device, *, pinned: bool) -> Lift | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -137,8 +138,19 @@ def test_a_rate_that_trainer_gives_is_named() -> None:
     config["optimizer"]["params"] = {"lr": "auto"}
     (warning,) = said(config, "warning")
     assert "Muon's learning rate is 5e-05" in warning and '"auto" takes yours' in warning
-    assert any("lr from learning_rate" in note for note in said(config, "note"))
+    assert any("optimizer.params.lr from learning_rate" in note for note in said(config, "note"))
     assert changes(config) == {"optimizer.params.adjust_lr_fn": "match_rms_adamw"}
+
+
+def test_the_blanks_of_the_file_are_listed_by_their_whole_keys_and_no_others() -> None:
+    auto = {"enabled": "auto"}
+    config = ds_config(optimizer=None, zero={"reduce_bucket_size": "auto"}, fp16=auto, bf16=auto)
+    config |= {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    _, _, listed = said(config, "note")[0].partition("fill in: ")
+    assert set(listed.split(", ")) == {
+        "zero_optimization.reduce_bucket_size", "fp16.enabled from fp16", "bf16.enabled from bf16",
+        "train_micro_batch_size_per_gpu from per_device_train_batch_size", "gradient_accumulation_steps",
+    }  # fmt: skip
 
 
 def test_a_rate_in_the_file_is_the_one_that_the_schedule_gets() -> None:
@@ -241,6 +253,33 @@ def test_a_schedule_is_refused_as_an_engine_does_and_its_highest_rate_counts() -
     assert not said(config, "refused")
     (warning,) = said(config, "warning")  # 0.5 for Muon, 0.0075 for AdamW
     assert warning.startswith("AdamW's learning rate is 0.0075")
+
+
+@pytest.mark.parametrize(
+    ("monitor", "module", "package"),
+    [
+        ("tensorboard", "tensorboard", "tensorboard"),
+        ("wandb", "wandb", "wandb"),
+        ("comet", "comet_ml", "'comet_ml>=3.41.0'"),
+    ],
+)
+def test_a_monitor_that_deepspeed_cannot_import_is_said_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], monitor: str, module: str, package: str
+) -> None:
+    config = ds_config(**{monitor: {"enabled": True}})
+    monkeypatch.setitem(sys.modules, module, None)  # as if it were not there
+    (line,) = said(config, "refused")
+    assert line.startswith(f"{monitor}.enabled = true: ") and module in line
+    assert line.endswith(f"; pip install {package}") and not capsys.readouterr().out
+    assert not changes(config) and not said(ds_config(**{monitor: {"enabled": False}}), "refused")
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(__version__="3.41.0"))
+    assert not said(config, "refused")
+
+
+def test_the_version_that_a_monitor_needs_is_deepspeeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "comet_ml", SimpleNamespace(__version__="3.40.9"))
+    (line,) = said(ds_config(comet={"enabled": True}), "refused")
+    assert "at least version 3.41.0" in line and line.endswith("; pip install 'comet_ml>=3.41.0'")
 
 
 # ---- other optimizers -----------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from html import unescape
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from ds_muon import cli
 from ds_muon.report_command import PANELS, draw, panels_of, sentence_of
-from ds_muon.run_log import read_log
+from ds_muon.run_log import RunLog, read_log
 
 pytest.importorskip("matplotlib", reason="needs matplotlib: pip install '.[plot]'")
 
@@ -86,6 +87,47 @@ def test_every_panel_is_drawn_of_what_belongs_to_it(folder: Path) -> None:
     assert sentence_of(log) == (
         "32 samples; Train_loss 4; 3 skipped for bad updates; WRONG: 1 check of an update beyond tolerance"
     )
+
+
+def test_what_deepspeed_and_trainer_log_of_the_rates_gives_way_to_the_rates_of_the_halves() -> None:
+    others: dict[str, dict[float, float]] = {"Train_Samples_lr": {1: 0.1}, "learning_rate": {1: 0.1}}
+    halves: dict[str, dict[float, float]] = {"DSMuon_lr_muon": {1: 0.1}}
+    grad_norm: dict[str, dict[float, float]] = {"grad_norm": {1: 2.0}, "DSMuon_grad_norm_muon": {1: 1.0}}
+    assert list(panels_of(RunLog("run", "steps", others))["Learning rate"]) == list(others)
+    panels = panels_of(RunLog("run", "steps", others | halves | grad_norm))
+    assert panels["Learning rate"] == {"muon": {1: 0.1}} and set(panels["Norm of the gradients"]) == {
+        "muon",
+        "grad_norm",
+    }
+
+
+@pytest.mark.parametrize("least", [1e-5, 7.0, 65536.0])
+@pytest.mark.parametrize("times", [1, 1.0001, 1.5, 4, 9, 101, 1e9])
+@pytest.mark.parametrize("name", ["DSMuon_lr_muon", "loss"])
+def test_an_axis_has_numbers_to_read_off(name: str, least: float, times: float) -> None:
+    axes = drawn({1e7: least, 3e7: least * times}, name)
+    for axis, (bottom, top) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+        numbers = {label.get_position()[axis is axes.yaxis]: label.get_text() for label in axis.get_ticklabels()}
+        assert 2 <= sum(bottom <= at <= top for at in numbers) <= 10
+        for at, text in numbers.items():
+            assert float(text.replace("\N{MINUS SIGN}", "-")) == pytest.approx(at, rel=1e-6)
+    assert axes.get_yscale() == ("linear" if name == "loss" else "log")
+
+
+def test_what_a_logarithmic_axis_cannot_show_is_a_gap_and_said() -> None:
+    axes = drawn({1: 0.0, 2: 1e-3, 3: 0.0, 4: 2e-3, 5: float("nan")}, "DSMuon_lr_muon")
+    (line,) = axes.get_lines()
+    assert [math.isfinite(y) for _, y in axes.transData.transform(line.get_xydata())] == [False, True, False, True]
+    assert line.get_label() == "muon (1 not finite, 2 not above 0)"
+    axes = drawn({1: 0.0, 2: 0.0}, "DSMuon_lr_muon")
+    assert axes.get_yscale() == "linear" and axes.get_lines()[0].get_label() == "muon"
+
+
+def drawn(values: dict[float, float], name: str) -> Any:
+    """The axes of a series."""
+    log = RunLog("run", "steps", {name: values})
+    (axes,) = draw(log, panels_of(log)).axes
+    return axes
 
 
 def test_names_of_telemetry_have_a_panel() -> None:

@@ -7,7 +7,10 @@ import itertools
 import platform
 import subprocess
 import sys
+import weakref
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -211,6 +214,37 @@ def test_what_is_lifted_arrives_through_slots_that_are_written_again_once_they_h
     assert same_bits(also, weight.to(dtype))
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_what_is_lifted_together_is_what_is_lifted_one_by_one(threads: int) -> None:
+    lengths = (5, 0, 40001, 1 << 22, 300)  # so many that blocks are large
+    parts = [slice(sum(lengths[:i]), sum(lengths[: i + 1])) for i in range(len(lengths))]
+    driver, alone = Driver(1 << 20), Driver(1 << 20)
+    weight, moved = (numbers(sum(lengths), 1) for _ in range(2))
+    updates = [numbers(count, 2, torch.float16 if i % 2 else torch.float32) for i, count in enumerate(lengths)]
+    rounded, expected = torch.full((2, sum(lengths)), torch.nan, dtype=torch.bfloat16)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    for w, r, by in ((weight, rounded, driver), (moved, expected, alone)):
+        with by.lift.together() if by is driver else nullcontext():
+            for i, part in enumerate(parts):
+                how: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1 * (i // 4), "scale": 0.5 + i}
+                host_passes.apply_update_(w[part], updates[i], rounded=lift.Goal(r[part], by.lift), **how)
+            assert by is alone or same_bits(w[parts[-1]], numbers(sum(lengths), 1)[parts[-1]])
+        by.finish(by.copies)
+    torch.set_num_threads(before)
+    assert same_bits(weight, moved) and same_bits(rounded, expected)
+
+
+def test_nothing_is_done_with_what_waits_if_something_is_raised() -> None:
+    driver, weight, rounded = Driver(1 << 16), numbers(100, 3), torch.zeros(100)
+    with pytest.raises(KeyError), driver.lift.together():
+        host_passes.round_to(weight, lift.Goal(rounded, driver.lift))
+        raise KeyError
+    host_passes.round_to(weight[:1], lift.Goal(rounded[:1], driver.lift))
+    driver.finish(driver.copies)
+    assert driver.copies == 1 and rounded.nonzero().tolist() == [[0]]
+
+
 def test_a_copy_that_cannot_be_queued_is_said_and_not_tried_again_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "_COMPILED", {})
     passes.compile_for_host()
@@ -218,6 +252,15 @@ def test_a_copy_that_cannot_be_queued_is_said_and_not_tried_again_in_torch(monke
     with pytest.raises(lift.LiftFailed, match="CUDA error 1"):
         passes.apply_update_(weight, weight.clone(), lr=0.1, weight_decay=0.0, rounded=lift.Goal(weight, driver.lift))
     assert driver.copies == 2 and "apply_update_" not in passes._FAILED
+
+
+def test_slots_are_kept_until_they_have_gone_up() -> None:
+    made = lift.Lift(torch.device("cpu"), pinned=False)
+    memory, there = weakref.ref(made._memory), []
+    event: Any = SimpleNamespace(synchronize=lambda: there.append(memory() is not None))
+    made._events = [event] * lift.SLOTS
+    del made
+    assert there == [True] * lift.SLOTS and memory() is None
 
 
 @pytest.mark.parametrize("kind", ["xpu", "cuda"])

@@ -34,6 +34,7 @@ INSTRUMENTS = (
 )
 # What may know DeepSpeed, beside the instruments.
 BOUND_TO_DEEPSPEED = {
+    "command_log",
     "registration",
     "deepspeed_parts",
     "preparation",

@@ -434,6 +434,16 @@ def test_what_is_written_beside_other_work_is_waited_for_and_what_it_raises_is_r
         ferry.up_from(fail, halves).on_accelerator()
 
 
+@pytest.mark.parametrize(("threads", "left"), [(2, 2), (8, 7)])
+def test_a_core_of_many_is_left_to_the_thread_that_launches(threads: int, left: int) -> None:
+    found: list[int] = []
+    with mock.patch.object(torch, "get_num_threads", lambda: threads):
+        ferry = offload.Ferry(torch.device("cpu"), pinned=False)
+    with mock.patch.object(torch, "set_num_threads", found.append):
+        ferry.settle()
+    assert found == [left]
+
+
 def test_matrices_go_up_in_batches_that_fit_the_staging_whatever_there_is() -> None:
     config, matrix = ds_config(zero=ON_HOST), 4 * 24 * 24
     whole, at_once = run_ranks(1, in_pieces_of, None, config)[0]

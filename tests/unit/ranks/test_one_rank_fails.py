@@ -78,6 +78,42 @@ def averaged(step: int) -> dict[str, Tensor]:
     return {f"p{i}": gradient.cpu() / dist.get_world_size() for i, gradient in enumerate(gradients)}
 
 
+ON_HOST = {"offload_optimizer": {"device": "cpu"}}
+
+
+def fail_to_begin(config: dict[str, Any], place: str) -> str:
+    """What is raised on this rank if rank 1 has no memory for its part of an engine; then one is made."""
+    with ExitStack() as stack:
+        if dist.get_rank() == 1:
+            stack.enter_context(mock.patch(place, side_effect=NoMemory("none")))
+        try:
+            start_groups(SHAPES, config, groups=2)
+            raised = "nothing"
+        except Exception as error:
+            raised = f"{type(error).__name__}: {error}"
+    engine = start_groups(SHAPES, config, groups=2)
+    train_step(engine, gradients_of(engine, 0))
+    engine.destroy()
+    return raised
+
+
+@pytest.mark.parametrize(
+    ("place", "zero"),
+    [
+        ("ds_muon.passes.lift.Lift.__init__", ON_HOST),
+        ("ds_muon.optimizer.DSMuon.init_state", ON_HOST),
+        ("ds_muon.optimizer.DSMuon.init_state", {}),
+    ],
+)
+def test_a_rank_without_memory_for_its_part_stops_all_before_there_is_an_engine(
+    place: str, zero: dict[str, Any]
+) -> None:
+    quoted, error = run_ranks(2, fail_to_begin, ds_config(zero=zero), place, timeout=60.0)
+    assert error == "NoMemory: none"
+    assert quoted.startswith("RuntimeError: rank 1 stopped, and this rank with it. NoMemory: none. In initialize, ")
+    assert quoted.endswith("set offload_optimizer.pin_memory to false")
+
+
 @in_turns(
     params=[{"variant": "normuon"}, {"nan_guard": "skip"}],
     offload=[False, True],
@@ -89,7 +125,7 @@ def averaged(step: int) -> dict[str, Tensor]:
 def test_a_rank_that_fails_before_the_commit_stops_all_and_no_weight_moves(
     params: dict[str, Any], offload: bool, bad_rank: int, stage: int, dtype: str, managed: bool
 ) -> None:
-    zero = {"offload_optimizer": {"device": "cpu"}} if offload else {}
+    zero = ON_HOST if offload else {}
     # Of such a model DeepSpeed adds to the gradients that it still has.
     of_models = {"managed_gradient_accumulation": managed, "data_types": {"grad_accum_dtype": "fp32"}}
     config = ds_config(params, stage=stage, zero=zero, dtype=dtype, **of_models)
@@ -177,7 +213,7 @@ def fail_in_commit(config: dict[str, Any], place: str, folder: str, bad_rank: in
 def test_after_a_rank_has_failed_in_its_commit_all_stop_and_nothing_is_saved_until_a_load(
     place: str, offload: bool, dtype: str, tmp_path: Path
 ) -> None:
-    zero = {"offload_optimizer": {"device": "cpu"}} if offload else {}
+    zero = ON_HOST if offload else {}
     config = ds_config({"variant": "normuon"}, zero=zero, dtype=dtype)
     (first, *others), (second, *own) = run_ranks(2, fail_in_commit, config, place, str(tmp_path), 1)
     assert first == second == "nothing"
@@ -286,7 +322,7 @@ def load_another_dtype_after_a_failed_commit(folder: str) -> bool:
     engine.save_checkpoint(folder, tag="good")
     good = full_weights(engine)
     engine.destroy()
-    zero = {"offload_optimizer": {"device": "cpu"}}
+    zero = ON_HOST
     engine = start_groups(SHAPES, ds_config(dtype="bfloat16", zero=zero), groups=2)
     assert "none for AdamW" in fail_at("AdamW", engine, 0, lambda: train_step(engine, gradients_of(engine, 1)))
     engine.load_checkpoint(folder)
