@@ -343,14 +343,15 @@ def test_what_a_script_has_set_before_it_ends_a_step_by_itself_is_measured_anew(
 IN_FP32 = {"dtype": "bfloat16", "data_types": {"grad_accum_dtype": "fp32"}}
 
 
-def test_sums_in_fp32_are_read_and_set_before_a_script_ends_the_step_by_itself() -> None:
-    of_run: dict[str, Any] = {**IN_FP32, "managed_gradient_accumulation": False, "gradient_clipping": 0.5}
+@pytest.mark.parametrize("managed", [False, True])
+def test_sums_in_fp32_are_read_and_set_before_the_step_whoever_ends_it(managed: bool) -> None:
+    of_run: dict[str, Any] = {**IN_FP32, "managed_gradient_accumulation": managed, "gradient_clipping": 0.5}
     (found, _), (expected, _) = (
         run_ranks(2, set_by_a_script, ds_config({"weight_decay": 0.1}, zero=zero, **of_run), "set")[0]
         for zero in (ON_HOST, {})
     )
     assert_same(found, expected, of_adamw=("p7", "p8"))
-    for zero in (ON_HOST, {}):  # at stage 1 no rank has them before the step
+    for zero in () if managed else (ON_HOST, {}):  # at stage 1 a script's own have not been averaged before the step
         with pytest.raises(RankFailure, match="only available immediately after backward"):
             run_ranks(1, set_by_a_script, ds_config(stage=1, zero=zero, **of_run), "set")
 
