@@ -2,7 +2,8 @@
 
 Ranks in different collectives wait for each other in vain. So they first meet in the store of the process group, where
 waiting can end (``RollCall``). Then they compare their settings (``agree``). Later, an error on one rank stops all
-(``raise_together``; ``failure`` in the middle of a step).
+(``raise_together``; ``failure`` in the middle of a step), and what others need to know only before they save waits for
+them in the store (``Notice``).
 """
 
 from __future__ import annotations
@@ -262,6 +263,10 @@ class RollCall:
         self._ours += 1
         self._others = 0
 
+    def notice(self, about: str) -> Notice:
+        """One of the engine that all ranks have last come to build."""
+        return Notice(f"ds_muon/{self._ours}/{about}")
+
     def _place(self) -> str:
         return f"ds_muon/{self._ours}/without/{self._others}"
 
@@ -331,6 +336,35 @@ class RollCall:
             f"{dist.get_rank()} has waited for {seconds:.0f} s: they may still be loading the model or data, have "
             "ended with an error of their own (see their output), or build no engine"
         )
+
+
+class Notice:
+    """Text that a rank leaves for the others in the store of the process group, where they find it on their own.
+
+    Never raises: with a single rank, over MPI, or once the store is gone, nothing is left and nothing found.
+
+    Args:
+        key: the same on every rank.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+
+    def leave(self, text: str) -> None:
+        with suppress(Exception):
+            _store().set(self._key, text)
+
+    def read(self) -> str:
+        """What was left last; empty if nothing was, or it has been taken down."""
+        with suppress(Exception):
+            store = _store()
+            if store.check([self._key]):
+                return str(store.get(self._key).decode(errors="replace"))
+        return ""
+
+    def take_down(self) -> None:
+        with suppress(Exception):
+            _store().delete_key(self._key)
 
 
 def _store() -> Any:

@@ -17,6 +17,7 @@ SUMMARIES = {
     "zero1_fp32": "ZeRO-1 in fp32",
     "zero2_bf16": "ZeRO-2 in bf16: where to start",
     "zero2_bf16_guarded": "the same with NorMuon; a step with a bad update or a spike is skipped",
+    "zero2_offload": "ZeRO-2 in bf16, the optimizer's state on the host",
     "zero2_fp16": "ZeRO-2 in fp16, dynamic loss scale",
     "zero2_fp32": "ZeRO-2 in fp32",
     "hf_auto": "Hugging Face Trainer fills in the rest; learning_rate is AdamW's",

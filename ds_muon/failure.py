@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ds_muon.agree import raise_together
+from ds_muon.agree import Notice, raise_together
 from ds_muon.refusals import DSMuonRefusal
 from ds_muon.say import log
 
@@ -37,7 +37,8 @@ class Failure:
     """The first error of this rank as its engine is made, in a step, or in a load, held until all ranks stop.
 
     A rank alone raises its error where it occurs. What has failed in ``commit`` or a load has torn this rank's weights:
-    it stays, and no step or save is made, until a load succeeds.
+    it stays, and no step or save is made, until a load succeeds. Others may save before they meet in the next step, so
+    they find it in a notice.
 
     Args:
         process_group: the ranks that step together.
@@ -46,7 +47,10 @@ class Failure:
         error: None as long as nothing has failed.
         torn: whether it has torn this rank's weights.
         step: the number of the step, for the words.
+        notice: where ranks let each other know whose weights are torn. ``registration`` sets it; else None.
     """
+
+    notice: Notice | None = None
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         self.error: Exception | None = None
@@ -72,6 +76,8 @@ class Failure:
                 if not isinstance(error, DSMuonRefusal):
                     self._about = f". In {phase}, step {self.step} since start, at {_place(error)}. {AFTERMATH[phase]}"
                     log(f"an error on rank {dist.get_rank(self._process_group)}: {self}")
+                if self.torn and self.notice is not None:
+                    self.notice.leave(f"rank {dist.get_rank(self._process_group)} has failed. {self}")
             if passes_on:
                 raise
 
@@ -89,6 +95,21 @@ class Failure:
         """
         if self.torn:
             raise RuntimeError(f"{what}: {self}") from self.error
+
+    def refuse_to_save(self) -> None:
+        """Raise if the weights of any rank are torn. Not a collective: a script may save on one rank alone.
+
+        Raises:
+            RuntimeError: of the error that has torn them.
+        """
+        self.refuse_if_torn("nothing is saved")
+        if self.notice is not None and (of_another := self.notice.read()):
+            raise RuntimeError(f"nothing is saved: {of_another}")
+
+    def settle(self) -> None:
+        """Let ranks save again. All have loaded, so that no weights are torn."""
+        if self.notice is not None:
+            self.notice.take_down()
 
     def raise_on_all(self) -> None:
         """See ``raise_together``. Nothing is held afterwards, unless weights are torn."""

@@ -90,6 +90,9 @@ def run(options: argparse.Namespace) -> int:
         bytes_per_second_in_node=1e9 * options.link_in_node,
         ranks_per_node=options.ranks_per_node or 0,
     )
+    link = f"{options.link:g} GB/s per rank"
+    if rates.ranks_per_node:
+        link += f" between nodes of {rates.ranks_per_node}, {options.link_in_node:g} in one"
     costs: dict[str, list[plan_cost.StepCost]] = {}
     routings: dict[str, list[plan_model.Row]] = {}
     try:
@@ -108,7 +111,7 @@ def run(options: argparse.Namespace) -> int:
         size = f"{elements / 1e9:.2f}B" if elements >= 1e8 else f"{elements:,}"
         tell(
             f"{printable(model.name)}: {found[0].matrices} matrices, {size} elements; defaults on a GPU "
-            f"({options.tflops:g} TFLOP/s and {options.link:g} GB/s per rank), {backend} backend\n"
+            f"({options.tflops:g} TFLOP/s and {link}), {backend} backend\n"
         )
         if model.routing is not None:
             routings[model.name] = plan_model.rows(model.routing)

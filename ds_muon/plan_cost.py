@@ -40,7 +40,7 @@ from ds_muon.exchange import element_bytes, result_dtype
 from ds_muon.layout import Piece
 from ds_muon.offload import STAGING_BYTES
 from ds_muon.orthogonalize import BACKENDS, WORKSPACE_BYTES, NewtonSchulz
-from ds_muon.plan.partition import GroupPlan, make_plan, with_owners
+from ds_muon.plan.partition import GroupPlan, Plan, make_plan, with_owners
 from ds_muon.plan.rates import RATES, Rates
 from ds_muon.plan.zero_layout import flat_layout
 from ds_muon.text import columns
@@ -110,6 +110,29 @@ _UP, _DOWN = 4 + 2, 2
 
 
 @dataclass(frozen=True)
+class LinkCost:
+    """What travels by which link where nodes are known, and what would if owners did not come from the same node first.
+
+    Attributes:
+        between_nodes: bytes in a step, both ways, over all ranks. The rest of ``moved_bytes`` stays in a node.
+        busiest_in_node: sent or received in its node by the rank that moves most there, both ways.
+        busiest_between_nodes: the same of what leaves or enters its node.
+        between_nodes_if_unknown: over all ranks, if owners are chosen without a look at nodes.
+        busiest_between_nodes_if_unknown: of the busiest rank, the same.
+        balance_if_unknown: work of the most loaded rank over the mean, the same.
+        seconds_if_unknown: of a step by the model, the same.
+    """
+
+    between_nodes: int
+    busiest_in_node: int
+    busiest_between_nodes: int
+    between_nodes_if_unknown: int
+    busiest_between_nodes_if_unknown: int
+    balance_if_unknown: float
+    seconds_if_unknown: float
+
+
+@dataclass(frozen=True)
 class Traveller:
     """A matrix, or several side by side, of which a rank that is not the owner holds a slice."""
 
@@ -132,7 +155,7 @@ class StepCost:
         moved_bytes: over the network in a step, both ways, over all ranks; ours.
         moved_bytes_by_holders: the same, if owners are holders.
         busiest_bytes: sent or received by the rank that moves most, both ways; ours.
-        busiest_bytes_between_nodes: the same of what leaves or enters its node; None if nodes are not known.
+        links: what of it travels by which link; None if nodes are not known.
         runs: matrices orthogonalized, over all ranks; ours.
         runs_each_holder: the same, if each holder does it.
         flops: operations of the iteration, each matrix once.
@@ -158,7 +181,7 @@ class StepCost:
     moved_bytes: int
     moved_bytes_by_holders: int
     busiest_bytes: int
-    busiest_bytes_between_nodes: int | None
+    links: LinkCost | None
     runs: int
     runs_each_holder: int
     flops: float
@@ -227,9 +250,9 @@ def step_cost(
     nodes = rates.ranks_per_node
     chosen_by = replace(RATES, ranks_per_node=nodes)
     plan = make_plan([shapes], [layout], world_size, cost_of, rates=chosen_by, element_bytes=size, pieces=pieces)
-    if_free, by_holders = (
+    if_free, by_holders, anywhere = (
         with_owners(plan.groups, world_size, cost_of, rates=other, element_bytes=size)
-        for other in (FREE, replace(chosen_by, least_gain=1.0))
+        for other in (FREE, replace(chosen_by, least_gain=1.0), RATES)
     )
     (group,) = plan.groups
     by_shape = Counter((matrix.rows, matrix.cols) for matrix in group.matrices)
@@ -246,7 +269,7 @@ def step_cost(
         moved_bytes=plan.moved_elements() * size,
         moved_bytes_by_holders=by_holders.moved_elements() * size,
         busiest_bytes=max(plan.moved_by_rank()) * size,
-        busiest_bytes_between_nodes=max(plan.moved_by_rank(nodes)) * size if nodes else None,
+        links=_link_cost(plan, anywhere, rates, size) if nodes else None,
         runs=len(group.matrices),
         runs_each_holder=sum(len(unit.slices) * len(unit.matrices) for unit in group.units),
         flops=sum(count * cost_of(*shape) for shape, count in by_shape.items()),
@@ -263,6 +286,21 @@ def step_cost(
         saved_memory=torch.float32.itemsize * group.partition_size,
         offload=offload_cost(by_holders.groups[0], settings, normuon=normuon),
         travellers=tuple(Traveller(u.name, u.rows, u.cols, u.holders, u.owner) for u in group.travellers),
+    )
+
+
+def _link_cost(plan: Plan, anywhere: Plan, rates: Rates, size: int) -> LinkCost:
+    """Of the engine's plan, beside one that does not know the nodes. ``size``: bytes per element, both ways."""
+    between, between_if_unknown = plan.moved_by_rank(rates.ranks_per_node), anywhere.moved_by_rank(rates.ranks_per_node)
+    in_node = [total - across for total, across in zip(plan.moved_by_rank(), between, strict=True)]
+    return LinkCost(
+        between_nodes=sum(between) // 2 * size,  # a sender and a receiver
+        busiest_in_node=max(in_node) * size,
+        busiest_between_nodes=max(between) * size,
+        between_nodes_if_unknown=sum(between_if_unknown) // 2 * size,
+        busiest_between_nodes_if_unknown=max(between_if_unknown) * size,
+        balance_if_unknown=anywhere.balance,
+        seconds_if_unknown=anywhere.seconds(rates, element_bytes=size),
     )
 
 
@@ -324,18 +362,23 @@ def step_memory(plan: GroupPlan, settings: NewtonSchulz, *, normuon: bool = Fals
 
 
 def table(costs: Sequence[StepCost], bus: float) -> str:
-    """Three blocks with a line per world size: what travels, and the time of a step; work and memory; CPU offload.
+    """Blocks with a line per world size: what travels, and the time of a step; by which link, where nodes are known;
+    work and memory; CPU offload.
 
     Args:
         costs: of one model.
         bus: bytes per second between host and accelerator, in one direction.
     """
     moves: list[tuple[str, ...]] = [
-        ("", "", "", "exchanged, MB:", "", "", "step, model, ms:", "", "runs:", "", "work of each holder,"),
+        ("", "", "", "exchanged, MB:", "", "step, model, ms:", "", "runs:", "", "work of each holder,"),
         (
-            *("ranks", "straddling", "moved", "by all", "busiest", "and between nodes"),
+            *("ranks", "straddling", "moved", "by all", "busiest"),
             *("ours", "by holders", "ours", "each holder", "over ours"),
         ),
+    ]
+    links: list[tuple[str, ...]] = [
+        ("", "in a node, MB:", "", "between nodes:", "", "if nodes were not known:", "", "most over mean:", ""),
+        ("ranks", *3 * ("by all", "busiest"), "ours", "not known"),
     ]
     loads: list[tuple[str, ...]] = [
         ("", "TFLOP of a rank:", "", "", "most over mean:", "", "", "MB in a step:", "", "saved between"),
@@ -346,15 +389,18 @@ def table(costs: Sequence[StepCost], bus: float) -> str:
         ("ranks", "to the host", "in a step", "over the bus", "alone, ms"),
     ]
     for cost in costs:
-        between = cost.busiest_bytes_between_nodes
-        exchanged = (
-            f"{cost.moved_bytes / 1e6:.0f}",
-            f"{cost.busiest_bytes / 1e6:.1f}",
-            "-" if between is None else f"{between / 1e6:.1f}",
-        )
+        exchanged = f"{cost.moved_bytes / 1e6:.0f}", f"{cost.busiest_bytes / 1e6:.1f}"
         ms = f"{1e3 * cost.seconds:.2f}", f"{1e3 * cost.seconds_by_holders:.2f}"
         runs = str(cost.runs), str(cost.runs_each_holder), f"{cost.over_ours:.2f}"
         moves.append((str(cost.world_size), str(cost.straddling), str(cost.moved), *exchanged, *ms, *runs))
+        if (link := cost.links) is not None:
+            pairs = (
+                (cost.moved_bytes - link.between_nodes, link.busiest_in_node),
+                (link.between_nodes, link.busiest_between_nodes),
+                (link.between_nodes_if_unknown, link.busiest_between_nodes_if_unknown),
+            )
+            sent = [text for of_all, busiest in pairs for text in (f"{of_all / 1e6:.0f}", f"{busiest / 1e6:.1f}")]
+            links.append((str(cost.world_size), *sent, f"{cost.balance:.2f}", f"{link.balance_if_unknown:.2f}"))
         work = (f"{1e-12 * flops:.3f}" for flops in (min(cost.loads), cost.flops / cost.world_size, max(cost.loads)))
         balance = (f"{ratio:.2f}" for ratio in (cost.balance, cost.balance_if_free, cost.balance_by_holders))
         memory = f"{cost.exchange_memory / 1e6:.0f}", f"{cost.step_memory / 1e6:.0f}", f"{cost.saved_memory / 1e6:.1f}"
@@ -362,5 +408,6 @@ def table(costs: Sequence[StepCost], bus: float) -> str:
         offload = cost.offload
         sizes = (f"{n / 1e6:.0f}" for n in (offload.moved, offload.step_memory, offload.bus_bytes))
         offloads.append((str(cost.world_size), *sizes, f"{1e3 * offload.seconds(bus):.1f}"))
-    blocks = columns(moves, 11 * "> "), columns(loads, 10 * "> "), columns(offloads, 5 * "> ")
+    of_links = [columns(links, 9 * "> ")] if len(links) > 2 else []
+    blocks = columns(moves, 10 * "> "), *of_links, columns(loads, 10 * "> "), columns(offloads, 5 * "> ")
     return "\n\n".join("\n".join(block) for block in blocks)

@@ -2,8 +2,8 @@
 
 Sixteen methods of ``DeepSpeedEngine`` are wrapped, and the constructors of the schedulers that take one number for all
 param groups. Each wrapper does its part for an engine whose optimizer type is DSMuon, or for a scheduler of DSMuon, and
-for any other does what DeepSpeed or torch does. After ``torch.distributed.init_process_group`` a rank leaves word in
-the group's store that it has imported this package.
+for any other does what DeepSpeed or torch does. The modules of the model get a hook for their ``state_dict``. After
+``torch.distributed.init_process_group`` a rank leaves word in the group's store that it has imported this package.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import nn
 from ds_muon import passes
 from ds_muon.agree import RollCall, agree, gather, leave_word, raise_together
 from ds_muon.checkpoints import engine_methods
+from ds_muon.checkpoints.saving import refuse_torn_weights
 from ds_muon.config import OPTIMIZER_TYPE
 from ds_muon.deepspeed_parts import SCHEDULES, check_parts
 from ds_muon.dtypes import DTYPES
@@ -171,6 +172,8 @@ def _configure_zero_optimizer(original: Callable[..., Any], engine: Any, optimiz
         zero_optimizer = original(optimizer)
     finally:
         deepspeed_engine.DeepSpeedZeroOptimizer = usual
+    zero_optimizer.failure.notice = _roll_call.notice("torn")
+    refuse_torn_weights(engine, zero_optimizer.failure)
     settings, device = zero_optimizer.newton_schulz, zero_optimizer.accelerator
     shapes = {(matrix.rows, matrix.cols) for matrix in zero_optimizer.plan.matrices}
     backends.compile_ahead(settings.backend, shapes, device, settings.dtype)

@@ -142,6 +142,8 @@ class MuonZeroBase(OffloadZero):
 
     def _release_gradient(self, group_index: int) -> None:
         self._release_preflattened_grad_buffers(group_index)
+        if self.cpu_offload and self._use_compact_grad_partition_buffer(group_index):
+            self._show(group_index, None)
         self.averaged_gradients[group_index] = None
         self.all_grad_tensors[group_index] = None
         self.free_grad_in_param_list(self.bit16_groups[group_index])
@@ -196,9 +198,9 @@ class MuonZeroBase(OffloadZero):
         """DeepSpeed's own, with the ``layout`` and a ``description`` of what lies in it.
 
         Raises:
-            RuntimeError: this rank has failed while it committed a step, or loaded, and has not loaded since.
+            RuntimeError: a rank has failed while it committed a step, or loaded, and has not loaded since.
         """
-        self.failure.refuse_if_torn("nothing is saved")
+        self.failure.refuse_to_save()
         state: dict[str, Any] = super().state_dict()
         return {**state, LAYOUT: layout(self), SHARD: description(self, self.save)}
 
@@ -240,6 +242,7 @@ class MuonZeroBase(OffloadZero):
             self._link_all_hp_params()
             self._link_optimizer_state()
         self.failure.raise_on_all()
+        self.failure.settle()
 
     def _read(self, found: Found, from_fp32_weights: bool) -> None:
         same_dtype = found.is_of_dtype(self.bit16_groups_flat[0].dtype)

@@ -71,6 +71,30 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
         gradient: Tensor = self.single_partition_of_fp32_groups[group_index].grad
         return gradient
 
+    def _get_offload_gradient_dict(self) -> None:
+        """DeepSpeed's own, where ``safe_get_full_grad`` and ``safe_set_full_grad`` find gradients: see ``_show``."""
+        super()._get_offload_gradient_dict()
+        for i in range(len(self.bit16_groups)):
+            if self._use_compact_grad_partition_buffer(i):
+                self._show(i, None)
+
+    def _build_compact_grad_partition_buffer(self, group_idx: int) -> Any:
+        """DeepSpeed's own, where sums in fp32 are until all have come."""
+        buffer = super()._build_compact_grad_partition_buffer(group_idx)
+        if self.cpu_offload:
+            self._show(group_idx, buffer.flat_partition)
+        return buffer
+
+    def _show(self, group_index: int, gradient: Tensor | None) -> None:
+        """Let a script read and set a group's gradients where the next step takes them from: (partition_size,).
+
+        None: nowhere yet, and DeepSpeed refuses it.
+        """
+        positions = (self.grad_position[self.get_param_id(p)][2:] for p in self.params_in_partition[group_index])
+        self.offload_gradient_dict[group_index] = (
+            None if gradient is None else [gradient.narrow(0, *position) for position in positions]
+        )
+
     def get_grad_position(
         self, group_id: int, tensor_list: list[Tensor], first_offset: int, partition_size: int
     ) -> None:
@@ -189,6 +213,7 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
             if self._use_compact_grad_partition_buffer(i):
                 sums = self._get_compact_grad_partition_buffer(i).flat_partition
                 gradient.copy_(sums, non_blocking=True)
+                self._show(i, gradient)
                 for number, offset, numel in parts:
                     self._note(number, sums.narrow(0, offset, numel).float())
                 self._record_offload_copy()

@@ -240,7 +240,7 @@ def planned_by_command(folder: Path) -> int:
     environment = {**os.environ, "PYTHONPATH": path(ROOT / "scripts")}
     subprocess.run([*command, "--json", str(out)], check=True, env=environment, capture_output=True)
     (costs,) = (value for key, value in json.loads(out.read_text()).items() if key != "routing")
-    return int(costs[0]["busiest_bytes_between_nodes"])
+    return int(costs[0]["links"]["busiest_between_nodes"])
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

@@ -83,6 +83,11 @@ FAULTS = (
     Fault("guard", "byte.fill_(FAILED)", "pass", FAILS),
     Fault("zero", "Exception:\n            self._release_gradients()\n", "Exception:\n            pass\n", FAILS),
     Fault("zero_base", "        self.failure.raise_on_all()\n", "", FAILS),
+    Fault("zero_base", "        self.failure.settle()\n", "", FAILS),
+    Fault("failure", "if self.torn and self.notice is not None:", "if False:", FAILS),
+    Fault("checkpoints/saving", "prefix.count(\".\") < 2", "not prefix", FAILS),
+    Fault("checkpoints/saving", "        _FAILURES[module] = failure", "        _FAILURES.setdefault(module, failure)", FAILS),
+    Fault("checkpoints/saving", "read_file(Path(path), mapped=False)", "read_file(Path(path), mapped=False, trusted=True)", "ranks/test_saving.py"),
     # ---- the decision
     Fault("guard", "dist.all_reduce(sums, group=self.process_group)", "pass", GUARD),
     Fault("guard", "may_move &= squares[len(muon) :]", "may_move &= squares[:]", GUARD),
@@ -140,6 +145,7 @@ FAULTS = (
     # ---- CPU offload
     Fault("offload", "self._advance(self._offset(matrix), into", "self._advance(0, into", "ranks/test_offload.py"),
     Fault("offload", "= Stretch(offset, place, scale)", "= Stretch(offset, place)", "ranks/test_offload.py"),
+    Fault("zero_offload", "                self._show(i, gradient)", "                pass", "ranks/test_offload.py"),
     Fault("offload", "            outputs = outputs * factors", "            pass", "ranks/test_offload.py"),
     # ---- Newton-Schulz
     Fault("orthogonalize/newton_schulz", "growth *= triple[0] ** 2", "growth *= triple[0]", ITERATION),

@@ -20,11 +20,12 @@ _DTYPES = [np.dtype, *(type(np.dtype(kind)) for kind in (np.float64, np.float32,
 _TYPES = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address, *_NUMBERS, *_DTYPES]
 
 
-def read_file(path: Path, *, trusted: bool = False) -> dict[str, Any]:
-    """The contents of a file. If its format allows it, tensors are read only when they are used.
+def read_file(path: Path, *, trusted: bool = False, mapped: bool = True) -> dict[str, Any]:
+    """The contents of a file, with its tensors on the host.
 
     Args:
         trusted: whether to make objects of any type, by whatever code the file names.
+        mapped: whether to read tensors only when they are used, if the format allows it.
 
     Raises:
         ValueError: it cannot be read, is none of a checkpoint, or holds objects of other types.
@@ -34,7 +35,7 @@ def read_file(path: Path, *, trusted: bool = False) -> dict[str, Any]:
     try:
         with safe_globals([of for of in _TYPES if of not in allowed]):
             try:
-                contents = torch.load(path, mmap=True, **options)
+                contents = torch.load(path, mmap=mapped, **options)
             except RuntimeError:  # another format than torch's present one
                 contents = torch.load(path, **options)
     except Exception as error:

@@ -1,22 +1,57 @@
-"""Saving a checkpoint on all ranks or on none."""
+"""Saving a checkpoint on all ranks or on none, and no weights that are torn, however a script saves."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, TorchCheckpointEngine
+from torch import nn
 
 from ds_muon.agree import gather, raise_together
+from ds_muon.checkpoints.reading import read_file
 from ds_muon.checkpoints.universal import FOLDERS
+from ds_muon.failure import Failure
 from ds_muon.files import on_disk, rename
 
 _SHARDS = "*zero_pp_rank_*_optim_states.pt"
+
+_FAILURES: WeakKeyDictionary[nn.Module, Failure] = WeakKeyDictionary()
+"""Of the engine that trains a module; the last one, if there have been several."""
+
+
+def refuse_torn_weights(model: nn.Module, failure: Failure) -> None:
+    """Let no ``state_dict`` of the model, or of a part of it, be had while the weights of any rank are torn.
+
+    Whatever saves a model asks for that: ``save_16bit_model``, ``save_checkpoint``, HF's and Accelerate's
+    ``save_model``, ``save_pretrained``. A copy of the model can still be saved.
+    """
+    for module in model.modules():
+        if module not in _FAILURES and not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
+            module.register_state_dict_pre_hook(_RefuseIfTorn())  # type: ignore[no-untyped-call]
+        _FAILURES[module] = failure
+
+
+class _RefuseIfTorn:
+    """The hook. In a copy or a pickle of the module there is one that does nothing, and that needs no ds_muon."""
+
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        failure = _FAILURES.get(module)
+        if failure is not None and prefix.count(".") < 2:  # else what it is part of has been asked
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                torch.cuda.synchronize()  # until the others have sent their weights, they may still fail
+            failure.refuse_to_save()
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return partial, (chain,)  # which takes whatever it is given, and does nothing with it
 
 
 class WholeCheckpoints(TorchCheckpointEngine):  # type: ignore[misc]
@@ -87,6 +122,14 @@ class WholeCheckpoints(TorchCheckpointEngine):  # type: ignore[misc]
                 with suppress(OSError):
                     unfinished.unlink()
                 self._unfinished.clear()
+
+    def load(self, path: str, map_location: Any = None) -> dict[str, Any]:
+        """Read one file, with its tensors on the host. Unlike DeepSpeed's own, it runs no code that the file names.
+
+        Raises:
+            ValueError: see ``read_file``.
+        """
+        return read_file(Path(path), mapped=False)
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
         """Give the files their names. Inside of ``together`` a collective.

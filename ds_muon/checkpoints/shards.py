@@ -193,7 +193,7 @@ class Shards:
             ValueError: it cannot be read.
         """
         path = self.weights
-        weights = _read(self._engine, path, trusted=True)  # as DeepSpeed will: a client_state may hold any object
+        weights = _read(self._engine, path)
         said = Save(*weights[SAVE]) if weights.get(SAVE) else None
         step = weights.get("global_steps")
         if said is None and (save is None or step is None or step == save.step):
@@ -217,12 +217,12 @@ def partition_sizes(states: Sequence[Mapping[str, Any]]) -> list[int]:
     return [next((state[key].numel() for key in state.keys() & CUT_STATE), 0) for state in states]
 
 
-def _read(engine: Any, path: Path, *, trusted: bool = False) -> dict[str, Any]:
+def _read(engine: Any, path: Path) -> dict[str, Any]:
     files = engine.checkpoint_engine
     if isinstance(files, DataStatesCheckpointEngine):  # a format of its own
         contents: dict[str, Any] = files.load(str(path), map_location="cpu")
         return contents
-    return read_file(path, trusted=trusted)
+    return read_file(path)
 
 
 def optimizer_of(saved: Mapping[str, Any]) -> str:

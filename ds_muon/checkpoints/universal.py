@@ -199,7 +199,7 @@ def _fit(
         if other != seen[0]:
             raise Misfit(f"rank 0 loads {seen[0][0]!r} and rank {rank} {other[0]!r}, of another conversion")
     weights = Path(engine._get_ckpt_name(str(folder.parent), folder.name))
-    model, common = read_file(weights, trusted=True), folder / OPTIMIZER_FILE  # as DeepSpeed will
+    model, common = read_file(weights), folder / OPTIMIZER_FILE
     if (step := model.get("global_steps")) != content.step or model.get(SAVE) != content.save:
         raise Misfit(f"{weights} is of another save than {common}: of step {step}, and not {content.step}")
     if content.of_dsmuon:

@@ -112,6 +112,14 @@ def test_the_readme_can_be_read_in_one_sitting() -> None:
     assert len(TEXTS[README].splitlines()) <= 220
 
 
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.stem)
+def test_places_in_the_code_are_named_by_function_because_lines_move(path: Path) -> None:
+    assert not re.findall(r"\w+\.py:\d+|\w+\.py\b[^.;|]{0,20}\blines? \d+|\.py#L\d+", TEXTS[path])
+    for function, file in re.findall(r"\bat\s+(\w+)\s+\((\w+\.py):\.\.\.\)", TEXTS[path]):
+        (found,) = (ROOT / "ds_muon").rglob(file)
+        assert re.search(rf"^ *def {function}\(", found.read_text(), flags=re.MULTILINE), (function, file)
+
+
 # ---- keys, extras, faults -------------------------------------------------------------------------------------------
 
 
@@ -273,10 +281,20 @@ def test_the_picture_shows_what_was_measured(script: dict[str, Any], tmp_path: P
     assert drawn == committed and "102.5" in drawn, "run python scripts/render_measured.py"
 
 
-def test_the_page_on_the_plan_shows_what_the_plan_says(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = re.findall(r"^\| (\d+) \| (.*)$", section(page("plan"), "Llama-3-8B: 224 matrices, one param group"), re.M)
+@pytest.mark.parametrize(
+    ("title", "model", "options"),
+    [
+        ("Llama-3-8B: 224 matrices, one param group", "llama-3-8b", []),
+        ("Nodes", "llama-3-8b", ["--ranks-per-node", "8"]),
+        ("Nodes", "llama-3-70b", ["--ranks-per-node", "8"]),
+    ],
+)
+def test_the_page_on_the_plan_shows_what_the_plan_says(
+    title: str, model: str, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = re.findall(rf"^\| (?:{model} \| )?(\d+) \| (.*)$", section(page("plan"), title), re.M)
     assert rows
-    assert cli.main(["plan", "llama-3-8b", "--world-size", *(ranks for ranks, _ in rows)]) == 0
+    assert cli.main(["plan", model, "--world-size", *(ranks for ranks, _ in rows), *options]) == 0
     printed = capsys.readouterr().out
     for ranks, row in rows:
         of_ranks = " ".join(re.findall(rf"^ *{ranks} .*$", printed, flags=re.MULTILINE))

@@ -33,6 +33,14 @@ def said(config: dict[str, Any], kind: str) -> list[str]:
     return [finding.text for finding in examine.examine(config) if finding.kind == kind]
 
 
+def test_offload_of_a_part_is_refused_and_keys_of_other_devices_are_not() -> None:
+    keys = {"buffer_count": 3, "pipeline_read": True, "nvme_path": "/nowhere", "fast_init": True, "ratio": 1.0}
+    for ratio, refused in ((1.0, 0), (0.5, 1)):
+        config = ds_config(zero={"offload_optimizer": {"device": "cpu", **keys, "ratio": ratio}})
+        lines = said(config, "refused")
+        assert len(lines) == refused and all("Partial offloading" in line for line in lines)
+
+
 def changes(config: dict[str, Any]) -> dict[str, Any]:
     """What is changed, by key; None for what is removed."""
     before = copy.deepcopy(config)

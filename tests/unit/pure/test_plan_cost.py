@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -97,15 +98,68 @@ def test_the_table_has_times_at_the_given_rates() -> None:
     assert cost.seconds >= max(cost.busiest_flops / 100e12, cost.busiest_bytes / 10e9)
     line, ranks, _ = (block.splitlines()[-1].split() for block in table([cost], 50e9).split("\n\n"))
     assert [int(text) for text in line[:3]] == [64, cost.straddling, cost.moved]
-    assert [float(text) for text in line[6:8]] == pytest.approx(
+    assert [float(text) for text in line[5:7]] == pytest.approx(
         [1e3 * cost.seconds, 1e3 * cost.seconds_by_holders], abs=0.01
     )
-    assert [int(text) for text in line[8:10]] == [cost.runs, cost.runs_each_holder]
+    assert [int(text) for text in line[7:9]] == [cost.runs, cost.runs_each_holder]
     shown = [cost.exchange_memory, cost.step_memory, cost.saved_memory]
     assert [1e6 * float(text) for text in ranks[7:]] == pytest.approx(shown, abs=5e5)
     loads = [1e-12 * load for load in (min(cost.loads), sum(cost.loads) / 64, max(cost.loads))]
     balances = [cost.balance, cost.balance_if_free, cost.balance_by_holders]
     assert [float(text) for text in ranks[:7]] == pytest.approx([64, *loads, *balances], abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("model", "world_size", "between", "if_unknown"),
+    [
+        ("llama-3-8b", 64, 0, 0),
+        ("llama-3-8b", 512, 1_610_612_736, 1_610_612_736),
+        ("llama-3-8b", 1024, 4_831_838_208, 19_327_352_832),
+        ("llama-3-70b", 512, 12_079_595_520, 12_079_595_520),
+        ("gpt-1.2b", 64, 0, 352_321_536),
+    ],
+)
+def test_only_what_a_node_boundary_cuts_crosses_between_nodes_of_eight(
+    model: str, world_size: int, between: int, if_unknown: int
+) -> None:
+    cost = step_cost(MODELS[model](), world_size, SETTINGS, rates=Rates(ranks_per_node=8))
+    assert cost.links is not None
+    assert (cost.links.between_nodes, cost.links.between_nodes_if_unknown) == (between, if_unknown)
+    shapes = MODELS[model]()
+    size = -(-sum(rows * cols for _, (rows, cols) in shapes) // (2 * world_size)) * 2
+    least, start = 0, 0
+    for _, (rows, cols) in shapes:
+        end, of_node = start + rows * cols, Counter[int]()
+        for rank in range(start // size, -(-end // size)):
+            of_node[rank // 8] += min(end, (rank + 1) * size) - max(start, rank * size)
+        least += rows * cols - max(of_node.values())
+        start = end
+    assert cost.links.between_nodes == 6 * least
+
+
+@pytest.mark.parametrize("world_size", [16, 24, 40, 64, 104, 128, 192, 512, 640, 1000, 1024, 4096])
+@pytest.mark.parametrize("model", ["gpt-1.2b", "llama-3-8b", "llama-3-70b"])
+def test_owners_from_the_same_node_let_no_more_cross_and_make_no_rank_busier(model: str, world_size: int) -> None:
+    cost = step_cost(MODELS[model](), world_size, SETTINGS, rates=Rates(ranks_per_node=8))
+    links = cost.links
+    assert links is not None and cost.balance <= links.balance_if_unknown + 1e-9
+    assert links.between_nodes <= links.between_nodes_if_unknown
+    assert links.busiest_between_nodes <= links.busiest_between_nodes_if_unknown
+    assert cost.seconds <= links.seconds_if_unknown
+
+
+def test_the_table_has_what_travels_by_either_link(capsys: pytest.CaptureFixture[str]) -> None:
+    rates = ["--ranks-per-node", "8", "--link", "40", "--link-in-node", "300"]
+    assert cli.main(["plan", "llama-3-8b", "--world-size", "1024", *rates]) == 0
+    head, *blocks = capsys.readouterr().out.strip().split("\n\n")
+    assert "40 GB/s per rank between nodes of 8, 300 in one" in head
+    cost = step_cost(MODELS["llama-3-8b"](), 1024, SETTINGS, rates=Rates(5e14, 4e10, 1e-4, 0.02, 3e11, 8))
+    moves, by_link, *_ = (block.splitlines()[-1].split() for block in blocks)
+    assert float(moves[5]) == pytest.approx(1e3 * cost.seconds, abs=0.01)
+    ranks, *sent, ours, unknown = map(float, by_link)
+    assert ranks == 1024 and sent[0] + sent[2] == float(moves[3])
+    assert sent == pytest.approx([28991.0, 286.3, 4831.8, 75.5, 19327.4, 302.0], abs=0.5)
+    assert ours == unknown == pytest.approx(cost.balance, abs=0.01)
 
 
 @pytest.mark.parametrize(("model", "world_size"), [("gpt-1.2b", 64), ("llama-3-8b", 100), ("llama-3-70b", 256)])

@@ -361,6 +361,27 @@ def test_gradients_and_weights_are_read_and_set_through_deepspeed(stage: int, op
             assert all(torch.equal(w, found[key][name]) for name, w in weights.items()), key
 
 
+def step_on(config: dict[str, Any], given: int, written: int) -> dict[str, Tensor]:
+    """The weights after a step on the gradients of ``given``, in whose place a script sets those of ``written``."""
+    engine = start(PrescribedGradients(SHAPES), config)
+    engine.backward(engine(gradients_of(engine, given)))
+    if written != given:
+        for p, g in zip(engine.module.parameters(), gradients_of(engine, written), strict=True):
+            safe_set_full_grad(p, g.float())
+    engine.step()
+    return full_weights(engine)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_gradients_that_are_set_on_the_host_before_a_script_ends_the_step_count(optimizer: str) -> None:
+    of_run = {"managed_gradient_accumulation": False, "data_types": {"grad_accum_dtype": "fp32"}}
+    config = config_of(optimizer, dtype="bfloat16", zero={"offload_optimizer": {"device": "cpu"}}, **of_run)
+    given, written, found = (run_ranks(1, step_on, config, *which)[0] for which in ((0, 0), (2, 2), (0, 2)))
+    counted = written if optimizer == "DSMuon" else given
+    assert all(torch.equal(weight, counted[name]) for name, weight in found.items())
+    assert not torch.equal(given["p0"], written["p0"])
+
+
 def freeze(config: dict[str, Any], frozen: bool) -> tuple[dict[str, Tensor], list[str]]:
     """After the first step a matrix and a vector are frozen, or get zero gradients."""
     engine = start(PrescribedGradients(SHAPES), config)

@@ -33,7 +33,7 @@ from tests.unit.support.checked import assert_right, check_block
 from tests.unit.support.checkpoints import by_name, run
 from tests.unit.support.checkpoints import settings as any_settings
 from tests.unit.support.models import PrescribedGradients, Sometimes, ds_config, full_weights, start, train_step
-from tests.unit.support.ranks import run_ranks
+from tests.unit.support.ranks import RankFailure, run_ranks
 from tests.unit.support.steps import SHAPES as PLAIN
 from tests.unit.support.steps import exact_gradients
 
@@ -340,9 +340,25 @@ def test_what_a_script_has_set_before_it_ends_a_step_by_itself_is_measured_anew(
     assert_same(found, expected, of_adamw=())
 
 
-def repaired(repair: bool) -> tuple[dict[str, Tensor], int]:
+IN_FP32 = {"dtype": "bfloat16", "data_types": {"grad_accum_dtype": "fp32"}}
+
+
+@pytest.mark.parametrize("managed", [False, True])
+def test_sums_in_fp32_are_read_and_set_before_the_step_whoever_ends_it(managed: bool) -> None:
+    of_run: dict[str, Any] = {**IN_FP32, "managed_gradient_accumulation": managed, "gradient_clipping": 0.5}
+    (found, _), (expected, _) = (
+        run_ranks(2, set_by_a_script, ds_config({"weight_decay": 0.1}, zero=zero, **of_run), "set")[0]
+        for zero in (ON_HOST, {})
+    )
+    assert_same(found, expected, of_adamw=("p7", "p8"))
+    for zero in () if managed else (ON_HOST, {}):  # at stage 1 a script's own have not been averaged before the step
+        with pytest.raises(RankFailure, match="only available immediately after backward"):
+            run_ranks(1, set_by_a_script, ds_config(stage=1, zero=zero, **of_run), "set")
+
+
+def repaired(repair: bool, sums: dict[str, Any]) -> tuple[dict[str, Tensor], int]:
     """The weights after a step, and how many were skipped; a NaN of its first micro-batch may have been repaired."""
-    engine = start(Sometimes(PLAIN), ds_config(gradient_accumulation_steps=2, zero=ON_HOST))
+    engine = start(Sometimes(PLAIN), ds_config(gradient_accumulation_steps=2, zero=ON_HOST, **sums))
     gradients: list[Tensor | None] = [*exact_gradients(PLAIN, 0, engine.device)]
     first = dict(engine.module.named_parameters())["p0"]
     good, bad = gradients[0], gradients[0].clone()
@@ -358,8 +374,9 @@ def repaired(repair: bool) -> tuple[dict[str, Tensor], int]:
     return found
 
 
-def test_a_gradient_that_is_repaired_between_micro_batches_is_that_of_the_step() -> None:
-    (found, skipped), (expected, _) = (run_ranks(1, repaired, repair)[0] for repair in (True, False))
+@pytest.mark.parametrize("sums", [{}, IN_FP32], ids=["of the model", "in fp32"])
+def test_a_gradient_that_is_repaired_between_micro_batches_is_that_of_the_step(sums: dict[str, Any]) -> None:
+    (found, skipped), (expected, _) = (run_ranks(1, repaired, repair, sums)[0] for repair in (True, False))
     assert skipped == 0
     assert_same(found, expected, of_adamw=())
 

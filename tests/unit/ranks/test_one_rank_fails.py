@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import pickle
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +15,21 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_muon.guard import FAILED, StepGuard, Verdict
 from tests.unit.support.bad_steps import model_matches
 from tests.unit.support.cases import full, in_turns
 from tests.unit.support.drills import COMMIT, MOMENTUM, PLACES, NoMemory, fail_at, gradients_of, killed, load_after
-from tests.unit.support.models import ds_config, full_momentum, full_weights, start_groups, train_step
+from tests.unit.support.models import (
+    PrescribedGradients,
+    ds_config,
+    full_momentum,
+    full_weights,
+    start,
+    start_groups,
+    train_step,
+)
 from tests.unit.support.ranks import DEVICE, RankFailure, run_ranks
 from tests.unit.support.steps import SHAPES, exact_gradients, state_by_key
 
@@ -45,7 +56,8 @@ def fail_everywhere(config: dict[str, Any], bad_rank: int) -> dict[str, str]:
                 assert torch.equal(moved, was), (place, name)
             elif place not in MOMENTUM:
                 expected = torch.lerp(gradient, was, 0.95)
-                if engine.optimizer.cpu_offload:  # where it moves a batch at a time
+                if engine.optimizer.cpu_offload or engine.optimizer.failure.alone:
+                    # It moves a batch at a time, and a rank alone stops at once.
                     expected = torch.where(moved == was, was, expected)
                 torch.testing.assert_close(moved, expected, msg=f"{place}, {name}")
         momentum = full_momentum(engine)
@@ -125,6 +137,12 @@ def test_a_rank_that_fails_before_the_commit_stops_all_and_no_weight_moves(
         assert quoted.startswith(f"RuntimeError: rank {bad_rank} stopped, and this rank with it. {error}. In {phase}, ")
         assert f", step {2 * number} since start" in quoted
         assert (". Nothing has moved on any rank" in quoted) == (phase in ("take_gradients", "measure"))
+
+
+def test_a_rank_alone_that_fails_before_the_commit_makes_the_next_step_of_its_own_gradients() -> None:
+    config = ds_config(dtype="bfloat16", data_types={"grad_accum_dtype": "fp32"})  # sums to which DeepSpeed adds
+    (raised,) = run_ranks(1, fail_everywhere, config, 0)
+    assert raised == {place: f"NoMemory: none for {place}" for place in PLACES}
 
 
 def test_a_rank_that_has_failed_looks_at_no_update() -> None:
@@ -216,6 +234,86 @@ def test_alone_as_well_nothing_is_stepped_or_saved_after_a_failed_commit_until_a
     assert all(error.startswith(f"RuntimeError: no step is made: {about}") for error in steps)
     assert load == "NoMemory: none for what a load has read"
     assert all(f"{load}. In load_checkpoint, step 4 since start" in error for error in then[5:])
+
+
+class WithPart(PrescribedGradients):
+    """A module whose parts can be asked for as well."""
+
+    def __init__(self) -> None:
+        super().__init__(SHAPES)
+        self.part = nn.Identity()
+
+
+TOGETHER: dict[str, Callable[[Any, str], object]] = {
+    "save_checkpoint": lambda engine, folder: engine.save_checkpoint(folder, tag="torn"),
+    "exclude_frozen_parameters": lambda engine, folder: engine.save_checkpoint(
+        folder, tag="torn", exclude_frozen_parameters=True
+    ),
+}
+BY_ONE_RANK: dict[str, Callable[[Any, str], object]] = {
+    "save_16bit_model": lambda engine, folder: engine.save_16bit_model(folder, "torn.bin"),
+    "save_fp16_model": lambda engine, folder: engine.save_fp16_model(folder, "torn.bin"),
+    "HF's save_model and save_pretrained": lambda engine, folder: torch.save(
+        engine.module.state_dict(), f"{folder}/torn.bin"
+    ),
+    "the engine's state_dict": lambda engine, folder: engine.state_dict(),
+    "a module around the model": lambda engine, folder: nn.ModuleDict({"model": engine.module}).state_dict(),
+    "a part of the model": lambda engine, folder: engine.module.part.state_dict(),
+    "the state of ZeRO": lambda engine, folder: engine.optimizer.state_dict(),
+}
+
+
+def save_in_every_way(engine: Any, folder: str) -> dict[str, str]:
+    """What each raises; where ranks need not save together, on one after the other."""
+    raised = {way: fail_at("nowhere", engine, 0, partial(save, engine, folder)) for way, save in TOGETHER.items()}
+    for rank in range(dist.get_world_size()):
+        if rank == dist.get_rank():
+            for way, save in BY_ONE_RANK.items():
+                raised[way] = fail_at("nowhere", engine, 0, partial(save, engine, folder))
+        dist.barrier()
+    return raised
+
+
+def save_torn_weights(place: str, bad_rank: int, folder: str) -> list[dict[str, str]]:
+    """What every way to save raises after a failed commit, after the next step, and after a load; and of a new engine
+    that takes over the model of one that has failed."""
+    engine = start(WithPart(), ds_config())
+    train_step(engine, gradients_of(engine, 0))
+    engine.save_checkpoint(folder, tag="good")
+
+    def step() -> None:
+        train_step(engine, gradients_of(engine, 1))
+
+    fail_at(place, engine, bad_rank, step)
+    raised = [save_in_every_way(engine, folder)]
+    fail_at("nowhere", engine, bad_rank, step)
+    copied = copy.deepcopy(engine.module).state_dict()
+    assert copied.keys() == dict(engine.module.named_parameters()).keys()
+    assert b"ds_muon" not in pickle.dumps(engine.module.part)  # what a machine without it can load
+    raised.append(save_in_every_way(engine, folder))
+    assert not [*Path(folder).glob("torn.bin"), *Path(folder).glob("torn/*")]
+    engine.load_checkpoint(folder, tag="good")
+    raised.append(save_in_every_way(engine, f"{folder}/whole"))
+    fail_at(place, engine, bad_rank, step)
+    engine.destroy()
+    engine = start(engine.module, ds_config())
+    engine.load_checkpoint(folder, tag="good")
+    raised.append(save_in_every_way(engine, f"{folder}/new"))
+    engine.destroy()
+    return raised
+
+
+# Of several ranks the one that fails, and one that does not; a rank alone.
+@pytest.mark.parametrize(("ranks", "bad_rank", "place"), [(2, 1, "AdamW"), (1, 0, "the model's weights")])
+def test_after_a_failed_commit_no_way_to_save_writes_torn_weights_on_any_rank(
+    ranks: int, bad_rank: int, place: str, tmp_path: Path
+) -> None:
+    for raised in run_ranks(ranks, save_torn_weights, place, bad_rank, str(tmp_path)):
+        for of_moment in raised[:2]:
+            for way, error in of_moment.items():
+                assert f"none for {place}. In commit, step 2 since start" in error, way
+                assert "load a checkpoint with its optimizer states" in error, way
+        assert {error for of_moment in raised[2:] for error in of_moment.values()} == {"nothing"}
 
 
 def load_another_dtype_after_a_failed_commit(folder: str) -> bool:

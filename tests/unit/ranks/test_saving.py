@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import functools
 import math
@@ -193,6 +194,30 @@ def save_what_was_loaded(folder: str) -> dict[str, Any]:
 def test_a_client_state_that_was_loaded_can_be_saved_again(tmp_path: Path) -> None:
     for client_state in run_ranks(2, save_what_was_loaded, str(tmp_path)):
         assert client_state["epoch"] == 1
+
+
+def load_an_object(folder: str) -> tuple[list[str], int]:
+    engine, said = started(), []
+    engine.save_checkpoint(folder, client_state={"args": argparse.Namespace(epochs=3)})
+    before = by_name(engine)
+    step(engine)
+    after = by_name(engine)
+    for how in ({}, {"load_module_only": True}, {"load_optimizer_states": False}):
+        with pytest.raises((ValueError, RuntimeError)) as refused:
+            engine.load_checkpoint(folder, **how)
+        said.append(str(refused.value))
+        assert_same(by_name(engine), after)
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        _, client_state = engine.load_checkpoint(folder)
+    assert_same(by_name(engine), before)
+    engine.destroy()
+    return said, client_state["args"].epochs
+
+
+def test_objects_in_the_file_of_the_weights_are_made_only_if_the_script_allows_their_type(tmp_path: Path) -> None:
+    for said, epochs in run_ranks(2, load_an_object, str(tmp_path)):
+        assert len(said) == 3 and epochs == 3
+        assert all(re.search(r"holds a argparse\.Namespace, and .*add_safe_globals", text) for text in said)
 
 
 def save_what_cannot_be_found(folder: str) -> list[str]:

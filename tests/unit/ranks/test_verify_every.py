@@ -253,9 +253,10 @@ def train_with_a_turned_bit(config: dict[str, Any], bad_rank: int, steps: int) -
     return raised
 
 
+@pytest.mark.parametrize("zero", [{}, {"offload_optimizer": {"device": "cpu"}}], ids=["", "offload"])
 @pytest.mark.parametrize("world_size", first_of([2, 1, 3]))
-def test_verify_bits_stops_all_ranks_and_names_both_that_differ(world_size: int) -> None:
-    config = ds_config({"verify_every": 2, "verify_bits": True})
+def test_verify_bits_stops_all_ranks_and_names_both_that_differ(world_size: int, zero: dict[str, Any]) -> None:
+    config = ds_config({"verify_every": 2, "verify_bits": True}, zero=zero)
     assert all(set(raised) == {""} for raised in run_ranks(world_size, train_with_a_turned_bit, config, -1, 8))
     by_rank = run_ranks(world_size, train_with_a_turned_bit, config, 0, 12)
     assert all(raised == by_rank[0] for raised in by_rank)

@@ -119,6 +119,10 @@ FATES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: change(folder, 1, dtype=Code(folder / "made")),
         r"rank_1_\S+ holds a posix\.mkdir, and to read that may run any code",
     ),
+    "weights with code in them": (
+        lambda folder: torch.save({**torch.load(weights(folder)), "args": Code(folder / "made")}, weights(folder)),
+        r"mp_rank_00_model_states.pt holds a posix\.mkdir, and to read that may run any code",
+    ),
     "no weights": (
         lambda folder: torch.save([1], weights(folder)),
         r"mp_rank_00_model_states.pt is no file of a checkpoint",
