@@ -108,8 +108,9 @@ def run(options: argparse.Namespace) -> int:
         found = [plan_cost.step_cost(model.shapes, size, settings, rates=rates, pieces=model.pieces) for size in sizes]
         costs[model.name] = found
         elements = sum(math.prod(shape) for _, shape in model.shapes)
+        size = f"{elements / 1e9:.2f}B" if elements >= 1e8 else f"{elements:,}"
         tell(
-            f"{printable(model.name)}: {found[0].matrices} matrices, {elements / 1e9:.2f}B elements; defaults on a GPU "
+            f"{printable(model.name)}: {found[0].matrices} matrices, {size} elements; defaults on a GPU "
             f"({options.tflops:g} TFLOP/s and {link}), {backend} backend\n"
         )
         if model.routing is not None:

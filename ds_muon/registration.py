@@ -177,7 +177,10 @@ def _configure_zero_optimizer(original: Callable[..., Any], engine: Any, optimiz
     settings, device = zero_optimizer.newton_schulz, zero_optimizer.accelerator
     shapes = {(matrix.rows, matrix.cols) for matrix in zero_optimizer.plan.matrices}
     backends.compile_ahead(settings.backend, shapes, device, settings.dtype)
-    if not zero_optimizer.cpu_offload:
+    if zero_optimizer.cpu_offload:
+        pinned = ", pinned" * zero_optimizer.cpu_offload_pin_memory
+        say(f"CPU offload: the optimizer's state is in the host's memory{pinned}")
+    else:
         passes.compile_ahead(
             device,
             momentum=optimizer.config.momentum,

@@ -19,7 +19,7 @@ from ds_muon.agree import gather
 from ds_muon.orthogonalize import orthogonalize_batch
 from ds_muon.plan.partition import Matrix
 from ds_muon.refusals import DSMuonRefusal
-from ds_muon.say import log, printable
+from ds_muon.say import log, printable, say
 
 T = TypeVar("T")
 P = TypeVar("P")
@@ -90,6 +90,11 @@ class Canary:
                 f"verify_bits: of the same U of {printable(name)} ({matrix.rows} x {matrix.cols}), rank {other} makes "
                 f"another result than its owner, rank {unit.owner}: {differ} of {kept[1].nbytes} bytes differ. One of "
                 "them computes wrongly: test both devices. The step has been applied: load a checkpoint from before it"
+            )
+        if rank == other:
+            say(
+                f"verify_bits: rank {other} makes the same bits of {name}'s update as rank {unit.owner}",
+                every_rank=True,
             )
 
     def _differing_bytes(self, kept: tuple[Tensor, Tensor]) -> int:

@@ -69,8 +69,8 @@ def verdict(result: VerifyResult) -> str:
         straddling = sum(record.straddles and record.half == "muon" for record in worst)
         return (
             f"RIGHT: {count(result.steps, 'step')} of {count(len(worst), 'parameter')} on {_ranks(result)}; "
-            f"largest error of a Muon update {_of(largest.against_fp64)} on {printable(largest.name)}, "
-            f"{number(same_dtype)} beside the same dtype; "
+            f"largest error of a Muon update {_of(largest.against_fp64)} on {printable(largest.name)} in step "
+            f"{largest.step}, {number(same_dtype)} beside the same dtype; "
             f"{count(straddling, 'matrix', 'matrices')} straddle{'s' if straddling == 1 else ''}{skipped}"
         )
     wrong: dict[str, list[str]] = {}

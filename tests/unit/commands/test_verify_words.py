@@ -52,7 +52,7 @@ def test_the_verdict_is_one_line_with_the_largest_error_of_muon() -> None:
     line = table.verdict(result(record("a", 2e-6), record("b", 3e-6, cuts=((1, 32),)), adamw))
     assert line == (
         "RIGHT: 1 step of 3 parameters on 2 ranks (cpu); largest error of a Muon update 3.0e-06 (tolerance 1.0e-05) "
-        "on b, 0 beside the same dtype; 1 matrix straddles"
+        "on b in step 1, 0 beside the same dtype; 1 matrix straddles"
     )
 
 

@@ -175,6 +175,14 @@ def test_rank_0_shows_a_line_per_half_at_any_log_level_and_warns_of_a_rate_that_
 
 
 @pytest.mark.ranks
+def test_rank_0_says_that_the_optimizers_state_is_in_the_hosts_memory() -> None:
+    config = ds_config()
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
+    (lines, _), (others, _) = run_ranks(2, shown, Block, config)
+    assert lines[2:] == ["[ds_muon] CPU offload: the optimizer's state is in the host's memory"] and others == []
+
+
+@pytest.mark.ranks
 def test_rank_0_warns_of_a_model_that_muon_hardly_trains() -> None:
     (_, warnings), (_, others) = run_ranks(2, shown, Experts, ds_config())
     assert any("only 12.5 %" in line and "experts.w1 (56 x 8, experts in one matrix)" in line for line in warnings)
