@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -34,16 +36,22 @@ def refuse_torn_weights(model: nn.Module, failure: Failure) -> None:
     """
     for module in model.modules():
         if module not in _FAILURES and not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
-            module.register_state_dict_pre_hook(_refuse_if_torn)  # type: ignore[no-untyped-call]
+            module.register_state_dict_pre_hook(_RefuseIfTorn())  # type: ignore[no-untyped-call]
         _FAILURES[module] = failure
 
 
-def _refuse_if_torn(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    failure = _FAILURES.get(module)  # None of a copy
-    if failure is not None and prefix.count(".") < 2:  # else what it is part of has been asked
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.synchronize()  # until the others have sent their weights, they may still fail
-        failure.refuse_to_save()
+class _RefuseIfTorn:
+    """The hook. In a copy or a pickle of the module there is one that does nothing, and that needs no ds_muon."""
+
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        failure = _FAILURES.get(module)
+        if failure is not None and prefix.count(".") < 2:  # else what it is part of has been asked
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                torch.cuda.synchronize()  # until the others have sent their weights, they may still fail
+            failure.refuse_to_save()
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return partial, (chain,)  # which takes whatever it is given, and does nothing with it
 
 
 class WholeCheckpoints(TorchCheckpointEngine):  # type: ignore[misc]
