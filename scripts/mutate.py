@@ -5,14 +5,15 @@
     python scripts/mutate.py --jobs 4
 
 Each fault is one line, changed as a slip of the pen would. First the test files nearest to it run; what these let pass
-goes through the whole suite. Exit code 1 if a fault is found by nobody. Faults of a running engine, planted with
-``ds-muon verify --inject``, are tests of their own (tests/unit/ranks/test_check.py).
+goes through the whole suite. What fails must pass without the fault. Exit code 1 if a fault is found by nobody. Faults
+of a running engine, planted with ``ds-muon verify --inject``, are tests of their own (tests/unit/ranks/test_check.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -162,22 +163,17 @@ FAULTS = (
 )  # fmt: skip
 
 
-def copy_with(fault: Fault, folder: Path) -> None:
-    """The repository, as far as the tests need it, with the fault."""
-    for name in ("ds_muon", "tests"):
+def copy(folder: Path) -> None:
+    """The repository, as far as the tests need it. No links, which tests of the pages would follow out of it."""
+    for name in ("ds_muon", "tests", "scripts", "docs", "ds_configs", ".github", ".ci"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in (
-        "scripts",
-        "docs",
-        "ds_configs",
-        "README.md",
-        "pyproject.toml",
-        "CHANGELOG.md",
-        "LICENSE",
-        ".github",
-        ".ci",
-    ):
-        (folder / name).symlink_to(ROOT / name)
+    for name in ("README.md", "pyproject.toml", "CHANGELOG.md", "CITATION.cff", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+
+
+def copy_with(fault: Fault, folder: Path) -> None:
+    """The same with the fault."""
+    copy(folder)
     path = folder / "ds_muon" / f"{fault.file}.py"
     text = path.read_text()
     if text.count(fault.old) != 1:
@@ -185,17 +181,19 @@ def copy_with(fault: Fault, folder: Path) -> None:
     path.write_text(text.replace(fault.old, fault.new))
 
 
-def tests_pass(folder: Path, *files: str) -> bool:
+def failing(folder: Path, *files: str) -> str | None:
+    """The file of the first test that fails; None if all pass, and an empty one if they hang."""
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
     try:
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
-        return False  # a hang is noticed
+        return ""  # a hang is noticed
     if done.returncode not in (0, 1):
         raise SystemExit(f"pytest ended with {done.returncode}:\n{done.stdout.decode()[-2000:]}")
-    return done.returncode == 0
+    found = re.search(r"^(?:FAILED|ERROR) ([^:\s]+)", done.stdout.decode(), flags=re.MULTILINE)
+    return None if done.returncode == 0 else found[1] if found else ""
 
 
 def judge(fault: Fault) -> str:
@@ -205,7 +203,16 @@ def judge(fault: Fault) -> str:
         folder = Path(name)
         copy_with(fault, folder)
         near = [f"tests/unit/{file}" for file in fault.near.split()]
-        found = "near" if not tests_pass(folder, *near) else "nobody" if tests_pass(folder, "tests/unit") else "suite"
+        found, where = "near", failing(folder, *near)
+        if where is None:
+            found, where = "suite", failing(folder, "tests/unit")
+        if where is None:
+            found = "nobody"
+        elif where:
+            shutil.rmtree(folder)
+            copy(folder)
+            if failing(folder, where) is not None:
+                raise SystemExit(f"{where} fails without any fault")
     print(f"{found:8} {time.monotonic() - start:5.0f} s  {fault}", flush=True)
     return found
 

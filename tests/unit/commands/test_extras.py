@@ -31,5 +31,5 @@ def test_the_oldest_triton_is_the_same_everywhere() -> None:
 
 
 def test_no_other_module_spells_it_out() -> None:
-    spelled_out = [path.name for path in (ROOT / "ds_muon").rglob("*.py") if "pip install" in path.read_text()]
+    spelled_out = [path.name for path in (ROOT / "ds_muon").rglob("*.py") if "ds-muon[" in path.read_text()]
     assert spelled_out == ["extras.py"]

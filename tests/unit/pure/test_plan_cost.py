@@ -280,7 +280,7 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
     assert all(sum(row["loads"]) == row["flops"] and row["runs"] == 144 for row in found["gpt-303m"])
     assert chart.read_bytes().startswith(b"\x89PNG")
     out = capsys.readouterr().out
-    assert "gpt-124m: 72 matrices, 0.08B elements" in out and "gpt-303m: 144 matrices" in out
+    assert "gpt-124m: 72 matrices, 84,934,656 elements" in out and "gpt-303m: 144 matrices" in out
 
 
 def test_the_same_numbers_make_the_same_picture(tmp_path: Path) -> None:
