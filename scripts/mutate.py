@@ -95,7 +95,7 @@ FAULTS = (
     Fault("guard", ".sum().sqrt() <= self.threshold", ".sum() <= self.threshold", GUARD),
     Fault("guard", "of_group.ne(0) & may_move", "of_group.ge(0) & may_move", IDLE),
     Fault("guard", "of_group.ne(0) & may_move", "of_group.ne(0)", GUARD),
-    Fault("guard", "squares.sum().isfinite() & (totals[-1] == 0)", "squares.sum().isfinite()", "ranks/test_around_engine.py"),
+    Fault("guard", "squares.sum().isfinite() & (totals[-1] == 0)", "squares.sum().isfinite()", FAILS),
     Fault("guard", "op=dist.ReduceOp.MAX", "op=dist.ReduceOp.MIN", GUARD),
     Fault("guard", "torch.stack(largest).isfinite().all()", "torch.stack(largest).isfinite().any()", GUARD),
     Fault("guard", "self.worst == FINITE and not self.stop", "self.worst == FINITE", "ranks/test_capture_in_a_step.py"),
