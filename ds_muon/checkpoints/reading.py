@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,9 @@ _OF_NUMPY = [
     for core in ("core", "_core")
     for of, name in ((_NUMBER, "scalar"), (_ARRAY, "_reconstruct"))
 ]
-_DTYPES = [np.ndarray, np.dtype, *(type(np.dtype(kind)) for kind in np.typecodes["AllInteger"] + np.typecodes["Float"])]
+# Not those that hold Python's objects: what a file says of these, numpy takes for addresses.
+_KINDS = np.typecodes["All"].translate({ord(kind): None for kind in "OV"})
+_DTYPES = [np.ndarray, np.dtype, *{type(np.dtype(kind)) for kind in _KINDS}]
 _TYPES = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address, Namespace, *_OF_NUMPY, *_DTYPES]
 
 
@@ -51,17 +54,35 @@ def read_file(path: Path, *, trusted: bool = False, mapped: bool = True) -> dict
                 f"{path} holds a {found[1]}, and to read that may run any code; if you trust it, let it be read: by "
                 "torch.serialization.add_safe_globals in a script, by --trust of a command"
             ) from None
-        reason = "it is damaged, or none of torch's" if "weights_only" in str(error) else str(error)
-        raise ValueError(f"{path} cannot be read: {type(error).__name__}: {reason}") from error
+        raise ValueError(f"{path} cannot be read: {type(error).__name__}: {_reason(error)}") from error
     if not isinstance(contents, dict):
         raise ValueError(f"{path} is no file of a checkpoint, but holds a {type(contents).__name__}")
     return contents
 
 
-def refused(path: Path) -> list[str]:
-    """The types of objects in a file, as torch names them, for which ``read_file`` would refuse it."""
-    with _allowed():
-        return sorted(get_unsafe_globals_in_checkpoint(path))
+def refused(path: Path) -> str:
+    """Why ``read_file`` will refuse a file that torch has just written; empty if it will not. Never raises."""
+    with _allowed(), suppress(Exception):  # a file system may map no files
+        with suppress(UnpicklingError):
+            if types := get_unsafe_globals_in_checkpoint(path):
+                return (
+                    "it holds objects of types that are refused until the script allows them by "
+                    f"torch.serialization.add_safe_globals: {', '.join(sorted(types))}"
+                )
+        try:
+            torch.load(path, mmap=True, map_location="cpu", weights_only=True)
+        except UnpicklingError as error:
+            return _reason(error)
+    return ""
+
+
+def _reason(error: Exception) -> str:
+    """What torch says, without its page on what to set."""
+    if "weights_only" not in str(error):
+        return str(error)
+    said = str(error).partition("WeightsUnpickler error: ")[2].strip()
+    about = f" ({said.splitlines()[0]})" if said else ""
+    return f"it is damaged, none of torch's, or holds what cannot be read without running code{about}"
 
 
 @contextmanager

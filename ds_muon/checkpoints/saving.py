@@ -114,11 +114,8 @@ class WholeCheckpoints(TorchCheckpointEngine):  # type: ignore[misc]
         try:
             with on_disk(unfinished) as file:
                 torch.save(state_dict, file, _use_new_zipfile_serialization=self.zipfile_serialization)
-            if self.zipfile_serialization and (types := refused(unfinished)):
-                log(
-                    f"{path} holds objects of types that loading refuses until the script allows them by "
-                    f"torch.serialization.add_safe_globals: {', '.join(types)}"
-                )
+            if self.zipfile_serialization and (why := refused(unfinished)):
+                log(f"{path} could not be loaded: {why}")
             if not self._together:
                 rename(self._unfinished.items())
         except Exception as error:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 
-from ds_muon.checkpoints.reading import below, read_file
+from ds_muon.checkpoints.reading import below, read_file, refused
 from ds_muon.checkpoints.universal import file_of
 from tests.unit.support.checkpoints import Code
 
@@ -50,7 +50,7 @@ def test_what_a_script_has_allowed_it_may_read_afterwards_as_well(tmp_path: Path
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "cannot be read"), (b"garbage" * 9, "damaged, or none of torch's"), (None, "No such file"),
+        (b"", "cannot be read"), (b"garbage" * 9, "damaged, none of torch's"), (None, "No such file"),
         ([1], "no file of a checkpoint, but holds a list"),
         ({"args": Decimal(1)}, r"holds a decimal\.Decimal"),
     ],
@@ -63,9 +63,22 @@ def test_what_cannot_be_read_is_said_without_the_advice_to_read_it_unsafely(
         path.write_bytes(content)
     elif content is not None:
         torch.save(content, path)
-    with pytest.raises(ValueError, match=words) as refused:
+    with pytest.raises(ValueError, match=words) as error:
         read_file(path)
-    assert "weights_only" not in str(refused.value)
+    assert "weights_only" not in str(error.value)
+
+
+@pytest.mark.parametrize("of", [Decimal(1), np.zeros(1, dtype=object), 1 << 4000, np.bool_(True)], ids=str)
+def test_what_loading_will_refuse_is_known_when_it_has_been_written(tmp_path: Path, of: Any) -> None:
+    path = tmp_path / "x.pt"
+    torch.save({"args": of}, path)
+    why = refused(path)
+    try:
+        read_file(path)
+    except ValueError as error:
+        assert why and ("Decimal" in why or why in str(error))
+    else:
+        assert why == ""
 
 
 @pytest.mark.parametrize("name", ["..", "../x", "a/../../x", "/x", "", ".", "a\0b"])

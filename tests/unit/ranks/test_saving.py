@@ -201,13 +201,16 @@ def test_a_client_state_that_was_loaded_can_be_saved_again(tmp_path: Path) -> No
 
 def load_what_scripts_keep(folder: str) -> bool:
     engine, logged = started(), list[str]()
-    kept = {"args": argparse.Namespace(epochs=3), "python": random.getstate(), "numpy": np.random.get_state()}
+    kept = {
+        "args": argparse.Namespace(epochs=3), "python": random.getstate(), "numpy": np.random.get_state(),
+        "best": np.float32(1) < np.float32(2), "names": np.array(["a", "bc"]),
+    }  # fmt: skip
     with mock.patch.object(saving, "log", logged.append):
         engine.save_checkpoint(folder, client_state=kept)
     _, found = engine.load_checkpoint(folder)
     engine.destroy()
-    same = found["args"] == kept["args"] and found["python"] == kept["python"] and not logged
-    return bool(same and (found["numpy"][1] == kept["numpy"][1]).all())
+    same = all(found[key] == kept[key] for key in ("args", "python", "best")) and not logged
+    return bool(same and (found["numpy"][1] == kept["numpy"][1]).all() and (found["names"] == kept["names"]).all())
 
 
 def test_arguments_and_random_states_in_a_client_state_are_loaded(tmp_path: Path) -> None:
