@@ -341,7 +341,7 @@ class RollCall:
 class Notice:
     """Text that a rank leaves for the others in the store of the process group, where they find it on their own.
 
-    Never raises: with a single rank, over MPI, or once the store is gone, nothing is left and nothing found.
+    With a single rank, over MPI, or once the store is gone, a rank finds only what it has left itself.
 
     Args:
         key: the same on every rank.
@@ -349,13 +349,24 @@ class Notice:
 
     def __init__(self, key: str) -> None:
         self._key = key
+        self._ours = ""
 
     def leave(self, text: str) -> None:
+        self._ours = text
         with suppress(Exception):
             _store().set(self._key, text)
+            _store().check([self._key])  # unlike ``set``, waits for the store
 
-    def read(self) -> str:
-        """What was left last; empty if nothing was, or it has been taken down."""
+    def refuse(self, what: str) -> None:
+        """Raise if anything was left that has not been taken down.
+
+        Raises:
+            RuntimeError: it.
+        """
+        if text := self._ours or self._of_others():
+            raise RuntimeError(f"{what}: {text}")
+
+    def _of_others(self) -> str:
         with suppress(Exception):
             store = _store()
             if store.check([self._key]):
@@ -363,6 +374,7 @@ class Notice:
         return ""
 
     def take_down(self) -> None:
+        self._ours = ""
         with suppress(Exception):
             _store().delete_key(self._key)
 

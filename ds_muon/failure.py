@@ -103,8 +103,8 @@ class Failure:
             RuntimeError: of the error that has torn them.
         """
         self.refuse_if_torn("nothing is saved")
-        if self.notice is not None and (of_another := self.notice.read()):
-            raise RuntimeError(f"nothing is saved: {of_another}")
+        if self.notice is not None:
+            self.notice.refuse("nothing is saved")
 
     def settle(self) -> None:
         """Let ranks save again. All have loaded, so that no weights are torn."""

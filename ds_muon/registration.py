@@ -172,8 +172,8 @@ def _configure_zero_optimizer(original: Callable[..., Any], engine: Any, optimiz
         zero_optimizer = original(optimizer)
     finally:
         deepspeed_engine.DeepSpeedZeroOptimizer = usual
-    zero_optimizer.failure.notice = _roll_call.notice("torn")
-    refuse_torn_weights(engine, zero_optimizer.failure)
+    zero_optimizer.failure.notice = notice = _roll_call.notice("torn")
+    refuse_torn_weights(engine, notice)
     settings, device = zero_optimizer.newton_schulz, zero_optimizer.accelerator
     shapes = {(matrix.rows, matrix.cols) for matrix in zero_optimizer.plan.matrices}
     backends.compile_ahead(settings.backend, shapes, device, settings.dtype)

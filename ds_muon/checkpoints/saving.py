@@ -16,40 +16,40 @@ import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, TorchCheckpointEngine
 from torch import nn
 
-from ds_muon.agree import gather, raise_together
+from ds_muon.agree import Notice, gather, raise_together
 from ds_muon.checkpoints.reading import read_file, refused
 from ds_muon.checkpoints.universal import FOLDERS
-from ds_muon.failure import Failure
 from ds_muon.files import on_disk, rename
 from ds_muon.say import log
 
 _SHARDS = "*zero_pp_rank_*_optim_states.pt"
 
-_FAILURES: WeakKeyDictionary[nn.Module, Failure] = WeakKeyDictionary()
-"""Of the engine that trains a module; the last one, if there have been several."""
+_NOTICES: WeakKeyDictionary[nn.Module, tuple[Notice, bool]] = WeakKeyDictionary()
+"""Of the engine that trains a module, the last one if there have been several, and whether that is the whole model. A
+notice is text alone: an error would keep all that its traceback refers to, the engine as well."""
 
 
-def refuse_torn_weights(model: nn.Module, failure: Failure) -> None:
-    """Let no ``state_dict`` of the model, or of a part of it, be had while the weights of any rank are torn.
+def refuse_torn_weights(engine: nn.Module, notice: Notice) -> None:
+    """Let no ``state_dict`` of the engine's model, or of a part of it, be had while the weights of any rank are torn.
 
     Whatever saves a model asks for that: ``save_16bit_model``, ``save_checkpoint``, HF's and Accelerate's
     ``save_model``, ``save_pretrained``. A copy of the model can still be saved.
     """
-    for module in model.modules():
-        if module not in _FAILURES and not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
+    for name, module in engine.named_modules():
+        if module not in _NOTICES and not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
             module.register_state_dict_pre_hook(_RefuseIfTorn())  # type: ignore[no-untyped-call]
-        _FAILURES[module] = failure
+        _NOTICES[module] = notice, "." not in name
 
 
 class _RefuseIfTorn:
     """The hook. In a copy or a pickle of the module there is one that does nothing, and that needs no ds_muon."""
 
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        failure = _FAILURES.get(module)
-        if failure is not None and prefix.count(".") < 2:  # else what it is part of has been asked
+        notice, whole = _NOTICES.get(module, (None, False))
+        if notice is not None and (whole or prefix.count(".") < 2):  # else what it is part of has been asked
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 torch.cuda.synchronize()  # until the others have sent their weights, they may still fail
-            failure.refuse_to_save()
+            notice.refuse("nothing is saved")
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return partial, (chain,)  # which takes whatever it is given, and does nothing with it

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -230,7 +232,7 @@ def test_alone_as_well_nothing_is_stepped_or_saved_after_a_failed_commit_until_a
     assert first == "NoMemory: none for the model's weights" and not list((tmp_path / "torn").iterdir())
     about = f"{first}. In commit, step 2 since start, at "
     saves, steps, load = then[0:4:2], then[1:4:2], then[4]
-    assert all(f"nothing is saved: {about}" in error for error in saves)
+    assert all(f"nothing is saved: rank 0 has failed. {about}" in error for error in saves)
     assert all(error.startswith(f"RuntimeError: no step is made: {about}") for error in steps)
     assert load == "NoMemory: none for what a load has read"
     assert all(f"{load}. In load_checkpoint, step 4 since start" in error for error in then[5:])
@@ -258,6 +260,9 @@ BY_ONE_RANK: dict[str, Callable[[Any, str], object]] = {
     ),
     "the engine's state_dict": lambda engine, folder: engine.state_dict(),
     "a module around the model": lambda engine, folder: nn.ModuleDict({"model": engine.module}).state_dict(),
+    "a module deep around the model": lambda engine, folder: nn.Sequential(
+        nn.ModuleDict({"model": engine.module})
+    ).state_dict(),
     "a part of the model": lambda engine, folder: engine.module.part.state_dict(),
     "the state of ZeRO": lambda engine, folder: engine.optimizer.state_dict(),
 }
@@ -314,6 +319,21 @@ def test_after_a_failed_commit_no_way_to_save_writes_torn_weights_on_any_rank(
                 assert f"none for {place}. In commit, step 2 since start" in error, way
                 assert "load a checkpoint with its optimizer states" in error, way
         assert {error for of_moment in raised[2:] for error in of_moment.values()} == {"nothing"}
+
+
+def forget_an_engine() -> bool:
+    """Whether nothing holds an engine that has failed in a commit, and its model, once a script has let go of them."""
+    engine = start(WithPart(), ds_config())
+    fail_at("AdamW", engine, 0, lambda: train_step(engine, gradients_of(engine, 0)))
+    left = weakref.ref(engine), weakref.ref(engine.module)
+    engine.destroy()
+    del engine
+    gc.collect()
+    return left[0]() is left[1]() is None
+
+
+def test_an_engine_with_torn_weights_can_be_let_go_of() -> None:
+    assert run_ranks(2, forget_an_engine) == [True, True]
 
 
 def load_another_dtype_after_a_failed_commit(folder: str) -> bool:
