@@ -170,6 +170,11 @@ def _configure_zero_optimizer(original: Callable[..., Any], engine: Any, optimiz
     deepspeed_engine.DeepSpeedZeroOptimizer = MuonZeroOptimizer
     try:
         zero_optimizer = original(optimizer)
+    except BaseException:
+        # A script may make another engine of the model, which would call this one's.
+        engine.module_forward_pre_hook.remove()
+        engine.module_forward_post_hook.remove()
+        raise
     finally:
         deepspeed_engine.DeepSpeedZeroOptimizer = usual
     zero_optimizer.failure.notice = notice = _roll_call.notice("torn")

@@ -63,9 +63,14 @@ class MuonZeroOptimizer(MuonZeroBase):
 
     def __init__(self, init_optimizer: DSMuon, param_names: dict[Tensor, str], *args: Any, **kwargs: Any) -> None:
         self.failure = Failure(None)
-        with self.failure.holding("initialize"):  # a rank may have less memory than the others
-            super().__init__(init_optimizer, param_names, *args, **kwargs)
-        self.failure.raise_on_all()
+        try:
+            with self.failure.holding("initialize"):  # a rank may have less memory than the others
+                super().__init__(init_optimizer, param_names, *args, **kwargs)
+            self.failure.raise_on_all()
+        except BaseException:
+            for hook in vars(self).get("_grad_acc_hooks", ()):  # which would reduce gradients for nobody
+                hook.remove()
+            raise
         config = init_optimizer.config
         self.newton_schulz = config.newton_schulz(self.accelerator)
         self.steps = 0

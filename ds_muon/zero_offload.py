@@ -6,7 +6,7 @@ Without offload gradients go DeepSpeed's own way. Weights are rounded to the mod
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,18 @@ from ds_muon.muon_group import MuonGroup
 from ds_muon.offload import Ferry, HostPart, Stretch
 from ds_muon.passes import Segments, compile_for_host, sum_of_squares
 from ds_muon.say import log
+
+
+class _OnceDown(dict[int, list[Tensor] | None]):
+    """Gradients on the host, by group. Whoever asks for them waits for the copies: they would overwrite what is set."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        super().__init__()
+        self._wait = wait
+
+    def __getitem__(self, group_index: int) -> list[Tensor] | None:
+        self._wait()
+        return super().__getitem__(group_index)
 
 
 class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
@@ -73,6 +85,7 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
 
     def _get_offload_gradient_dict(self) -> None:
         """DeepSpeed's own, where ``safe_get_full_grad`` and ``safe_set_full_grad`` find gradients: see ``_show``."""
+        self.offload_gradient_dict = _OnceDown(self._wait_for_offload_copies)
         super()._get_offload_gradient_dict()
         for i in range(len(self.bit16_groups)):
             if self._use_compact_grad_partition_buffer(i):

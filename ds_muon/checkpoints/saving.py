@@ -37,7 +37,7 @@ def refuse_torn_weights(engine: nn.Module, notice: Notice) -> None:
     """
     for name, module in engine.named_modules():
         if module not in _NOTICES and not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
-            module.register_state_dict_pre_hook(_RefuseIfTorn())  # type: ignore[no-untyped-call]
+            module.register_state_dict_pre_hook(_RefuseIfTorn())
         _NOTICES[module] = notice, "." not in name
 
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -354,6 +355,25 @@ def test_sums_in_fp32_are_read_and_set_before_the_step_whoever_ends_it(managed: 
     for zero in () if managed else (ON_HOST, {}):  # at stage 1 a script's own have not been averaged before the step
         with pytest.raises(RankFailure, match="only available immediately after backward"):
             run_ranks(1, set_by_a_script, ds_config(stage=1, zero=zero, **of_run), "set")
+
+
+def set_while_they_come_down(sums: dict[str, Any]) -> bool:
+    """Whether what a script sets is still there when copies that were on their way have come."""
+    engine = start(PrescribedGradients(PLAIN), ds_config(zero=ON_HOST, **sums))
+    engine.backward(engine(exact_gradients(PLAIN, 0, engine.device)))
+    zero, first = engine.optimizer, next(iter(engine.module.parameters()))
+    arrives = SimpleNamespace(synchronize=lambda: zero.gradient_on_host(0).fill_(2.0))
+    zero._pending_offload_events[object()] = arrives
+    safe_set_full_grad(first, torch.ones_like(first, device="cpu"))
+    zero._wait_for_offload_copies()
+    there = bool((safe_get_full_grad(first) == 1).all())
+    engine.destroy()
+    return there
+
+
+@pytest.mark.parametrize("sums", [{}, IN_FP32], ids=["of the model", "in fp32"])
+def test_what_a_script_sets_is_not_overwritten_by_gradients_on_their_way(sums: dict[str, Any]) -> None:
+    assert run_ranks(1, set_while_they_come_down, sums) == [True]
 
 
 def repaired(repair: bool, sums: dict[str, Any]) -> tuple[dict[str, Tensor], int]:

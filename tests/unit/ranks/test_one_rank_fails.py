@@ -85,16 +85,17 @@ ON_HOST = {"offload_optimizer": {"device": "cpu"}}
 
 
 def fail_to_begin(config: dict[str, Any], place: str) -> str:
-    """What is raised on this rank if rank 1 has no memory for its part of an engine; then one is made."""
+    """What is raised on this rank if the last one has no memory for its part of an engine; then the model gets one."""
+    model = PrescribedGradients(SHAPES)
     with ExitStack() as stack:
-        if dist.get_rank() == 1:
+        if dist.get_rank() == dist.get_world_size() - 1:
             stack.enter_context(mock.patch(place, side_effect=NoMemory("none")))
         try:
-            start_groups(SHAPES, config, groups=2)
+            start(model, config)
             raised = "nothing"
         except Exception as error:
             raised = f"{type(error).__name__}: {error}"
-    engine = start_groups(SHAPES, config, groups=2)
+    engine = start(model, config)
     train_step(engine, gradients_of(engine, 0))
     engine.destroy()
     return raised
@@ -115,6 +116,7 @@ def test_a_rank_without_memory_for_its_part_stops_all_before_there_is_an_engine(
     assert error == "NoMemory: none"
     assert quoted.startswith("RuntimeError: rank 1 stopped, and this rank with it. NoMemory: none. In initialize, ")
     assert quoted.endswith("set offload_optimizer.pin_memory to false")
+    assert run_ranks(1, fail_to_begin, ds_config(zero=zero), place) == [error]
 
 
 @in_turns(
@@ -263,6 +265,7 @@ BY_ONE_RANK: dict[str, Callable[[Any, str], object]] = {
     "a module deep around the model": lambda engine, folder: nn.Sequential(
         nn.ModuleDict({"model": engine.module})
     ).state_dict(),
+    "a module around a part": lambda engine, folder: nn.ModuleDict({"part": engine.module.part}).state_dict(),
     "a part of the model": lambda engine, folder: engine.module.part.state_dict(),
     "the state of ZeRO": lambda engine, folder: engine.optimizer.state_dict(),
 }
@@ -324,7 +327,7 @@ def test_after_a_failed_commit_no_way_to_save_writes_torn_weights_on_any_rank(
 def forget_an_engine() -> bool:
     """Whether nothing holds an engine that has failed in a commit, and its model, once a script has let go of them."""
     engine = start(WithPart(), ds_config())
-    fail_at("AdamW", engine, 0, lambda: train_step(engine, gradients_of(engine, 0)))
+    fail_at("AdamW", engine, 0, partial(train_step, engine, gradients_of(engine, 0)))
     left = weakref.ref(engine), weakref.ref(engine.module)
     engine.destroy()
     del engine
