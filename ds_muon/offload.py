@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -82,9 +83,8 @@ class Ferry:
         """Compiled passes; None if these cannot be had."""
         self._lift = None if self._loops is None else lift_to(device, pinned=self._pinned)
         # Beside which Newton-Schulz of other matrices is launched: that takes as long as a third of the writing.
-        # A loop whose threads lack one core takes longer by half than one with a thread less.
-        threads = torch.get_num_threads()
-        self._writer = ThreadPoolExecutor(1, "ds_muon", _as_here, (device, threads - (threads >= 8)))
+        prepared_for = (device, torch.get_num_threads(), self._loops)
+        self._writer = ThreadPoolExecutor(1, "ds_muon", _as_here, prepared_for)
 
     def up(self, matrices: Sequence[Tensor]) -> Journey:
         """Start to copy matrices to the accelerator.
@@ -198,9 +198,12 @@ class Ferry:
             yield stream
 
 
-def _as_here(device: torch.device, threads: int) -> None:
-    """Prepare a thread."""
+def _as_here(device: torch.device, threads: int, loops: ModuleType | None) -> None:
+    """Prepare a thread that writes."""
     torch.set_num_threads(threads)
+    if loops is not None and threads >= 8:
+        # A loop whose threads lack one core takes longer by half than one with a thread less.
+        loops.run_on(threads - 1)
     if device.type == "cuda":
         torch.cuda.set_device(device)
 

@@ -250,10 +250,8 @@ def step_cost(
     nodes = rates.ranks_per_node
     chosen_by = replace(RATES, ranks_per_node=nodes)
     plan = make_plan([shapes], [layout], world_size, cost_of, rates=chosen_by, element_bytes=size, pieces=pieces)
-    if_free, by_holders, anywhere = (
-        with_owners(plan.groups, world_size, cost_of, rates=other, element_bytes=size)
-        for other in (FREE, replace(chosen_by, least_gain=1.0), RATES)
-    )
+    other_owners = partial(with_owners, plan.groups, world_size, cost_of, element_bytes=size)
+    if_free, by_holders = (other_owners(rates=other) for other in (FREE, replace(chosen_by, least_gain=1.0)))
     (group,) = plan.groups
     by_shape = Counter((matrix.rows, matrix.cols) for matrix in group.matrices)
     each_holder = [0.0] * world_size
@@ -269,7 +267,7 @@ def step_cost(
         moved_bytes=plan.moved_elements() * size,
         moved_bytes_by_holders=by_holders.moved_elements() * size,
         busiest_bytes=max(plan.moved_by_rank()) * size,
-        links=_link_cost(plan, anywhere, rates, size) if nodes else None,
+        links=_link_cost(plan, other_owners(rates=RATES), rates, size) if nodes else None,
         runs=len(group.matrices),
         runs_each_holder=sum(len(unit.slices) * len(unit.matrices) for unit in group.units),
         flops=sum(count * cost_of(*shape) for shape, count in by_shape.items()),

@@ -27,7 +27,7 @@ from ds_muon.passes.lift import Goal, Lift, Load, Loop
 from ds_muon.passes.segments import SPAN, Moves, Segments
 from ds_muon.passes.torch_passes import of_matrices, store_updates, sums_across
 
-__all__ = ["adamw_", "advance_momentum_", "apply_update_", "round_to", "store_updates", "sum_of_squares"]
+__all__ = ["adamw_", "advance_momentum_", "apply_update_", "round_to", "run_on", "store_updates", "sum_of_squares"]
 
 # No fused multiply-adds. Vectors as long as the machine has them are chosen when the library is loaded.
 _FLAGS = ["-O3", "-std=c++2a", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
@@ -143,6 +143,12 @@ def round_to(weight: Tensor, rounded: Goal) -> None:
     _runs(None, w, r)
     load = Load(*_from(0, w, w, r), count=w.numel(), dtype=-1)
     _run(_LIBRARY.ds_muon_apply, load, rounded.lift, _DTYPES[r.dtype], 0.0, 1.0)
+
+
+def run_on(threads: int) -> None:
+    """Let what the calling thread runs take so many threads. Torch's function would set it for all that begin later."""
+    torch.get_num_threads()  # else torch sets its own number when it first needs one here
+    _LIBRARY.omp_set_num_threads(threads)
 
 
 def adamw_(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -456,13 +457,17 @@ def test_what_is_written_beside_other_work_is_waited_for_and_what_it_raises_is_r
 
 
 @pytest.mark.parametrize(("threads", "left"), [(2, 2), (8, 7)])
-def test_a_core_of_many_is_left_to_the_thread_that_launches(threads: int, left: int) -> None:
-    found: list[int] = []
-    with mock.patch.object(torch, "get_num_threads", lambda: threads):
-        ferry = offload.Ferry(torch.device("cpu"), pinned=False)
-    with mock.patch.object(torch, "set_num_threads", found.append):
-        ferry.settle()
-    assert found == [left]
+def test_a_core_of_many_is_left_to_the_thread_that_launches_and_to_all_others(threads: int, left: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        writer = offload.Ferry(torch.device("cpu"), pinned=False)._writer
+        found = writer.submit(host_passes._LIBRARY.omp_get_max_threads).result()
+        with ThreadPoolExecutor(1) as begun_later:
+            of_others = begun_later.submit(torch.get_num_threads).result()
+    finally:
+        torch.set_num_threads(before)
+    assert (found, of_others) == (left, threads)
 
 
 def test_matrices_go_up_in_batches_that_fit_the_staging_whatever_there_is() -> None:

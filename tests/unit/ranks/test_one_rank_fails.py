@@ -324,9 +324,9 @@ def test_after_a_failed_commit_no_way_to_save_writes_torn_weights_on_any_rank(
         assert {error for of_moment in raised[2:] for error in of_moment.values()} == {"nothing"}
 
 
-def forget_an_engine() -> bool:
+def forget_an_engine(zero: dict[str, Any]) -> bool:
     """Whether nothing holds an engine that has failed in a commit, and its model, once a script has let go of them."""
-    engine = start(WithPart(), ds_config())
+    engine = start(WithPart(), ds_config(zero=zero))
     fail_at("AdamW", engine, 0, partial(train_step, engine, gradients_of(engine, 0)))
     left = weakref.ref(engine), weakref.ref(engine.module)
     engine.destroy()
@@ -335,8 +335,9 @@ def forget_an_engine() -> bool:
     return left[0]() is left[1]() is None
 
 
-def test_an_engine_with_torn_weights_can_be_let_go_of() -> None:
-    assert run_ranks(2, forget_an_engine) == [True, True]
+@pytest.mark.parametrize("zero", [{}, ON_HOST], ids=["on the device", "on the host"])
+def test_an_engine_with_torn_weights_can_be_let_go_of(zero: dict[str, Any]) -> None:
+    assert run_ranks(2, forget_an_engine, zero) == [True, True]
 
 
 def load_another_dtype_after_a_failed_commit(folder: str) -> bool:
