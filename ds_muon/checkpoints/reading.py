@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +14,18 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
-from torch.serialization import get_safe_globals, safe_globals
+from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint, safe_globals
 
-# A rate that a script has computed may be a number of numpy's, which is saved under a name of its version.
-_NUMBER = np.float64(0).__reduce__()[0]
-_NUMBERS = [(_NUMBER, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")]
-_DTYPES = [np.dtype, *(type(np.dtype(kind)) for kind in (np.float64, np.float32, np.int64))]
-_TYPES = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address, *_NUMBERS, *_DTYPES]
+# A rate that a script has computed may be a number of numpy's, and numpy's random state is an array of it. Both are
+# saved under a name of its version.
+_NUMBER, _ARRAY = np.float64(0).__reduce__()[0], np.zeros(0).__reduce__()[0]
+_OF_NUMPY = [
+    (of, f"numpy.{core}.multiarray.{name}")
+    for core in ("core", "_core")
+    for of, name in ((_NUMBER, "scalar"), (_ARRAY, "_reconstruct"))
+]
+_DTYPES = [np.ndarray, np.dtype, *(type(np.dtype(kind)) for kind in np.typecodes["AllInteger"] + np.typecodes["Float"])]
+_TYPES = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address, Namespace, *_OF_NUMPY, *_DTYPES]
 
 
 def read_file(path: Path, *, trusted: bool = False, mapped: bool = True) -> dict[str, Any]:
@@ -31,9 +39,8 @@ def read_file(path: Path, *, trusted: bool = False, mapped: bool = True) -> dict
         ValueError: it cannot be read, is none of a checkpoint, or holds objects of other types.
     """
     options: dict[str, Any] = {"map_location": "cpu", "weights_only": not trusted}
-    allowed = get_safe_globals()  # by a script: these stay so
     try:
-        with safe_globals([of for of in _TYPES if of not in allowed]):
+        with _allowed():
             try:
                 contents = torch.load(path, mmap=mapped, **options)
             except RuntimeError:  # another format than torch's present one
@@ -49,6 +56,19 @@ def read_file(path: Path, *, trusted: bool = False, mapped: bool = True) -> dict
     if not isinstance(contents, dict):
         raise ValueError(f"{path} is no file of a checkpoint, but holds a {type(contents).__name__}")
     return contents
+
+
+def refused(path: Path) -> list[str]:
+    """The types of objects in a file, as torch names them, for which ``read_file`` would refuse it."""
+    with _allowed():
+        return sorted(get_unsafe_globals_in_checkpoint(path))
+
+
+@contextmanager
+def _allowed() -> Iterator[None]:
+    by_a_script = get_safe_globals()  # these stay so
+    with safe_globals([of for of in _TYPES if of not in by_a_script]):
+        yield
 
 
 def below(folder: Path, name: str) -> Path:

@@ -17,10 +17,11 @@ from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, TorchCheck
 from torch import nn
 
 from ds_muon.agree import gather, raise_together
-from ds_muon.checkpoints.reading import read_file
+from ds_muon.checkpoints.reading import read_file, refused
 from ds_muon.checkpoints.universal import FOLDERS
 from ds_muon.failure import Failure
 from ds_muon.files import on_disk, rename
+from ds_muon.say import log
 
 _SHARDS = "*zero_pp_rank_*_optim_states.pt"
 
@@ -113,6 +114,11 @@ class WholeCheckpoints(TorchCheckpointEngine):  # type: ignore[misc]
         try:
             with on_disk(unfinished) as file:
                 torch.save(state_dict, file, _use_new_zipfile_serialization=self.zipfile_serialization)
+            if self.zipfile_serialization and (types := refused(unfinished)):
+                log(
+                    f"{path} holds objects of types that loading refuses until the script allows them by "
+                    f"torch.serialization.add_safe_globals: {', '.join(types)}"
+                )
             if not self._together:
                 rename(self._unfinished.items())
         except Exception as error:

@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import shutil
-from argparse import Namespace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -220,7 +220,7 @@ def test_what_cannot_be_converted_is_said_and_nothing_is_written(
     (tmp_path / "file").write_text("")
     strangers = {
         "code": {"ds_version": Code(tmp_path / "made")},
-        "own": {"args": Namespace()},
+        "own": {"loss": Decimal(1)},
         "named": {"param_shapes": [{"../../../x": torch.Size([16, 16])}]},
         "other": {"param_shapes": 1},
     }
@@ -240,7 +240,7 @@ def test_what_cannot_be_converted_is_said_and_nothing_is_written(
         ("to-universal", "less", "out", f"{of_rank_1} is missing"),
         ("migrate", "two", "out", f"{of_rank_1} is of another save than"),
         ("migrate", "code", "out", "model_states.pt holds a posix.mkdir, and to read that may run any code"),
-        ("to-universal", "own", "out", "model_states.pt holds a argparse.Namespace"),
+        ("to-universal", "own", "out", "model_states.pt holds a decimal.Decimal"),
         ("to-universal", "named", "out", "'../../../x' leads out of"),
         ("to-universal", "other", "out", "is damaged, or not of DeepSpeed: TypeError"),
         ("migrate", "elsewhere", "out", "'../run/step2' leads out of"),

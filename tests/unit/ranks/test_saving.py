@@ -13,15 +13,18 @@ import resource
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
+from ds_muon.checkpoints import saving
 from ds_muon.cli import main
 from tests.unit.support.cases import full
 from tests.unit.support.checkpoints import Layers, assert_same, by_name
@@ -196,9 +199,26 @@ def test_a_client_state_that_was_loaded_can_be_saved_again(tmp_path: Path) -> No
         assert client_state["epoch"] == 1
 
 
-def load_an_object(folder: str) -> tuple[list[str], int]:
-    engine, said = started(), []
-    engine.save_checkpoint(folder, client_state={"args": argparse.Namespace(epochs=3)})
+def load_what_scripts_keep(folder: str) -> bool:
+    engine, logged = started(), list[str]()
+    kept = {"args": argparse.Namespace(epochs=3), "python": random.getstate(), "numpy": np.random.get_state()}
+    with mock.patch.object(saving, "log", logged.append):
+        engine.save_checkpoint(folder, client_state=kept)
+    _, found = engine.load_checkpoint(folder)
+    engine.destroy()
+    same = found["args"] == kept["args"] and found["python"] == kept["python"] and not logged
+    return bool(same and (found["numpy"][1] == kept["numpy"][1]).all())
+
+
+def test_arguments_and_random_states_in_a_client_state_are_loaded(tmp_path: Path) -> None:
+    assert run_ranks(1, load_what_scripts_keep, str(tmp_path)) == [True]
+
+
+def load_an_object(folder: str) -> tuple[list[str], Decimal]:
+    engine, said = started(), list[str]()
+    with mock.patch.object(saving, "log", said.append):
+        engine.save_checkpoint(folder, client_state={"loss": Decimal(3)})
+    assert engine.global_rank != 0 or (len(said) == 1 and "decimal.Decimal" in said.pop())
     before = by_name(engine)
     step(engine)
     after = by_name(engine)
@@ -207,17 +227,17 @@ def load_an_object(folder: str) -> tuple[list[str], int]:
             engine.load_checkpoint(folder, **how)
         said.append(str(refused.value))
         assert_same(by_name(engine), after)
-    with torch.serialization.safe_globals([argparse.Namespace]):
+    with torch.serialization.safe_globals([Decimal]):
         _, client_state = engine.load_checkpoint(folder)
     assert_same(by_name(engine), before)
     engine.destroy()
-    return said, client_state["args"].epochs
+    return said, client_state["loss"]
 
 
 def test_objects_in_the_file_of_the_weights_are_made_only_if_the_script_allows_their_type(tmp_path: Path) -> None:
-    for said, epochs in run_ranks(2, load_an_object, str(tmp_path)):
-        assert len(said) == 3 and epochs == 3
-        assert all(re.search(r"holds a argparse\.Namespace, and .*add_safe_globals", text) for text in said)
+    for said, loss in run_ranks(2, load_an_object, str(tmp_path)):
+        assert len(said) == 3 and loss == 3
+        assert all(re.search(r"holds a decimal\.Decimal, and .*add_safe_globals", text) for text in said)
 
 
 def save_what_cannot_be_found(folder: str) -> list[str]:
