@@ -49,9 +49,7 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
         self.ferry: Ferry | None = None
         """Between host and accelerator, with offload."""
         self._pins = offload_optimizer_config is not None and offload_optimizer_config.pin_memory
-        if (
-            self._pins
-        ):  # DeepSpeed would pin weights as well, which stay, and what ``initialize_optimizer_states`` drops
+        if self._pins:  # DeepSpeed would also pin weights, which stay, and what ``initialize_optimizer_states`` drops
             offload_optimizer_config = offload_optimizer_config.model_copy(update={"pin_memory": False})
         super().__init__(*args, offload_optimizer_config=offload_optimizer_config, **kwargs)
         if self.cpu_offload:
