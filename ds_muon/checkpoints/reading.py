@@ -17,6 +17,8 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint, safe_globals
 
+from ds_muon.say import printable
+
 # A rate that a script has computed may be a number of numpy's, and numpy's random state is an array of it. Both are
 # saved under a name of its version.
 _NUMBER, _ARRAY = np.float64(0).__reduce__()[0], np.zeros(0).__reduce__()[0]
@@ -51,8 +53,8 @@ def read_file(path: Path, *, trusted: bool = False, mapped: bool = True) -> dict
     except Exception as error:
         if found := re.search(r"GLOBAL (\S+)", str(error)):
             raise ValueError(
-                f"{path} holds a {found[1]}, and to read that may run any code; if you trust it, let it be read: by "
-                "torch.serialization.add_safe_globals in a script, by --trust of a command"
+                f"{path} holds a {printable(found[1])}, and to read that may run any code; if you trust it, let it be "
+                "read: by torch.serialization.add_safe_globals in a script, by --trust of a command"
             ) from None
         raise ValueError(f"{path} cannot be read: {type(error).__name__}: {_reason(error)}") from error
     if not isinstance(contents, dict):
@@ -81,7 +83,7 @@ def _reason(error: Exception) -> str:
     if "weights_only" not in str(error):
         return str(error)
     said = str(error).partition("WeightsUnpickler error: ")[2].strip()
-    about = f" ({said.splitlines()[0]})" if said else ""
+    about = f" ({printable(said.splitlines()[0])})" if said else ""
     return f"it is damaged, none of torch's, or holds what cannot be read without running code{about}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from decimal import Decimal
 from pathlib import Path
@@ -79,6 +80,15 @@ def test_what_loading_will_refuse_is_known_when_it_has_been_written(tmp_path: Pa
         assert why and ("Decimal" in why or why in str(error))
     else:
         assert why == ""
+
+
+def test_a_type_in_a_file_gets_no_escapes_into_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "Red\x1b[31m"
+    monkeypatch.setattr(sys.modules[__name__], name, type(name, (), {"__module__": __name__}), raising=False)
+    torch.save({"a": getattr(sys.modules[__name__], name)()}, tmp_path / "x.pt")
+    with pytest.raises(ValueError, match="Red") as error:
+        read_file(tmp_path / "x.pt")
+    assert "\x1b" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["..", "../x", "a/../../x", "/x", "", ".", "a\0b"])
