@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,11 @@ _OF_NUMPY = [
     for core in ("core", "_core")
     for of, name in ((_NUMBER, "scalar"), (_ARRAY, "_reconstruct"))
 ]
-_DTYPES = [np.ndarray, np.dtype, *(type(np.dtype(kind)) for kind in np.typecodes["AllInteger"] + np.typecodes["Float"])]
-_TYPES = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address, Namespace, *_OF_NUMPY, *_DTYPES]
+_KINDS = "?SU" + np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + np.typecodes["Datetime"]
+_DTYPES = [np.ndarray, np.dtype, *(type(np.dtype(kind)) for kind in _KINDS)]
+# Arguments may be paths, whose module has another name in Python 3.13.
+_PATHS = [(type(Path()), f"{module}.{type(Path()).__name__}") for module in ("pathlib", "pathlib._local")]
+_TYPES = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address, Namespace, *_PATHS, *_OF_NUMPY, *_DTYPES]
 
 
 def read_file(path: Path, *, trusted: bool = False, mapped: bool = True) -> dict[str, Any]:
@@ -46,9 +50,9 @@ def read_file(path: Path, *, trusted: bool = False, mapped: bool = True) -> dict
             except RuntimeError:  # another format than torch's present one
                 contents = torch.load(path, **options)
     except Exception as error:
-        if found := re.search(r"GLOBAL (\S+)", str(error)):
+        if name := _refused_type(error):
             raise ValueError(
-                f"{path} holds a {found[1]}, and to read that may run any code; if you trust it, let it be read: by "
+                f"{path} holds a {name}, and to read that may run any code; if you trust it, let it be read: by "
                 "torch.serialization.add_safe_globals in a script, by --trust of a command"
             ) from None
         reason = "it is damaged, or none of torch's" if "weights_only" in str(error) else str(error)
@@ -61,7 +65,19 @@ def read_file(path: Path, *, trusted: bool = False, mapped: bool = True) -> dict
 def refused(path: Path) -> list[str]:
     """The types of objects in a file, as torch names them, for which ``read_file`` would refuse it."""
     with _allowed():
-        return sorted(get_unsafe_globals_in_checkpoint(path))
+        if types := get_unsafe_globals_in_checkpoint(path):
+            return sorted(types)
+        try:  # some have no name there, as a dtype of numpy's
+            torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except UnpicklingError as error:
+            return [_refused_type(error) or str(error)]
+    return []
+
+
+def _refused_type(error: Exception) -> str | None:
+    """The type that torch names as it refuses to make an object; None if something else is wrong."""
+    found = re.search(r"GLOBAL (\S+)|but got <class '([\w.]+)'>", str(error))
+    return found and (found[1] or found[2])
 
 
 @contextmanager
