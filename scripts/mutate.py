@@ -86,8 +86,9 @@ FAULTS = (
     Fault("zero_base", "        self.failure.raise_on_all()\n", "", FAILS),
     Fault("zero_base", "        self.failure.settle()\n", "", FAILS),
     Fault("failure", "if self.torn and self.notice is not None:", "if False:", FAILS),
+    Fault("checkpoints/saving", "(whole or prefix", "(prefix", FAILS),
     Fault("checkpoints/saving", "prefix.count(\".\") < 2", "not prefix", FAILS),
-    Fault("checkpoints/saving", "        _FAILURES[module] = failure", "        _FAILURES.setdefault(module, failure)", FAILS),
+    Fault("checkpoints/saving", "        _FAILURES[module] = failure, module is engine.module", "        _FAILURES.setdefault(module, (failure, module is engine.module))", FAILS),
     Fault("checkpoints/saving", "read_file(Path(path), mapped=False)", "read_file(Path(path), mapped=False, trusted=True)", "ranks/test_saving.py"),
     # ---- the decision
     Fault("guard", "dist.all_reduce(sums, group=self.process_group)", "pass", GUARD),

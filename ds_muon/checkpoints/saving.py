@@ -25,28 +25,28 @@ from ds_muon.say import log
 
 _SHARDS = "*zero_pp_rank_*_optim_states.pt"
 
-_FAILURES: WeakKeyDictionary[nn.Module, Failure] = WeakKeyDictionary()
-"""Of the engine that trains a module; the last one, if there have been several."""
+_FAILURES: WeakKeyDictionary[nn.Module, tuple[Failure, bool]] = WeakKeyDictionary()
+"""Of the engine that trains a module, and whether that is its whole model; the last one, if there have been several."""
 
 
-def refuse_torn_weights(model: nn.Module, failure: Failure) -> None:
-    """Let no ``state_dict`` of the model, or of a part of it, be had while the weights of any rank are torn.
+def refuse_torn_weights(engine: Any, failure: Failure) -> None:
+    """Let no ``state_dict`` of an engine's model, or of a part of it, be had while the weights of any rank are torn.
 
     Whatever saves a model asks for that: ``save_16bit_model``, ``save_checkpoint``, HF's and Accelerate's
     ``save_model``, ``save_pretrained``. A copy of the model can still be saved.
     """
-    for module in model.modules():
+    for module in engine.modules():
         if module not in _FAILURES and not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
             module.register_state_dict_pre_hook(_RefuseIfTorn())  # type: ignore[no-untyped-call]
-        _FAILURES[module] = failure
+        _FAILURES[module] = failure, module is engine.module
 
 
 class _RefuseIfTorn:
     """The hook. In a copy or a pickle of the module there is one that does nothing, and that needs no ds_muon."""
 
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        failure = _FAILURES.get(module)
-        if failure is not None and prefix.count(".") < 2:  # else what it is part of has been asked
+        failure, whole = _FAILURES.get(module, (None, False))
+        if failure is not None and (whole or prefix.count(".") < 2):  # else what it is part of has been asked
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 torch.cuda.synchronize()  # until the others have sent their weights, they may still fail
             failure.refuse_to_save()

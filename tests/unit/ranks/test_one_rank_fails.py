@@ -258,7 +258,9 @@ BY_ONE_RANK: dict[str, Callable[[Any, str], object]] = {
     ),
     "the engine's state_dict": lambda engine, folder: engine.state_dict(),
     "a module around the model": lambda engine, folder: nn.ModuleDict({"model": engine.module}).state_dict(),
+    "a module far around the model": lambda engine, folder: engine.module.state_dict(prefix="agent.policy."),
     "a part of the model": lambda engine, folder: engine.module.part.state_dict(),
+    "a part under its name": lambda engine, folder: engine.module.part.state_dict(prefix="part."),
     "the state of ZeRO": lambda engine, folder: engine.optimizer.state_dict(),
 }
 
