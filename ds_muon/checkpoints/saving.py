@@ -37,7 +37,7 @@ def refuse_torn_weights(engine: Any, failure: Failure) -> None:
     """
     for module in engine.modules():
         if module not in _FAILURES and not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
-            module.register_state_dict_pre_hook(_RefuseIfTorn())  # type: ignore[no-untyped-call]
+            module.register_state_dict_pre_hook(_RefuseIfTorn())
         _FAILURES[module] = failure, module is engine.module
 
 
