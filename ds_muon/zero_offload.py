@@ -35,7 +35,7 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
 
     muon_groups: list[MuonGroup]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, offload_optimizer_config: Any = None, **kwargs: Any) -> None:
         self._arrived: dict[int, Tensor | None] = {}
         """Parameters with a gradient in this step, in what this rank holds, and its sums of squares. None if a script
         has written to it since."""
@@ -48,18 +48,25 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
         """Groups whose weights are on their way up in this step."""
         self.ferry: Ferry | None = None
         """Between host and accelerator, with offload."""
-        super().__init__(*args, **kwargs)
+        self._pins = offload_optimizer_config is not None and offload_optimizer_config.pin_memory
+        if self._pins:  # DeepSpeed would also pin weights, which stay, and what ``initialize_optimizer_states`` drops
+            offload_optimizer_config = offload_optimizer_config.model_copy(update={"pin_memory": False})
+        super().__init__(*args, offload_optimizer_config=offload_optimizer_config, **kwargs)
         if self.cpu_offload:
+            self.cpu_offload_pin_memory = self._pins
             self.optimizer.host_passes = compile_for_host()
-            self.ferry = Ferry(self.accelerator, pinned=self.cpu_offload_pin_memory)
+            self.ferry = Ferry(self.accelerator, pinned=self._pins)
             if torch.get_num_threads() == 1 < len(os.sched_getaffinity(0)):
                 log("CPU offload has one thread of the host; set OMP_NUM_THREADS to the cores that a rank has")
-            # As large as the largest parameter, and as the partition: of no use here.
-            self.temp_grad_buffer_for_gpu_offload = self.temp_grad_buffer_for_cpu_offload = None
-            buffers: list[Tensor] = self.param_buffer_of_bit16_for_cpu_offload_groups
-            while buffers:
-                get_accelerator().unpin_memory(buffers.pop())
-            getattr(torch._C, "_host_emptyCache", lambda: None)()  # else torch keeps them
+
+    def initialize_optimizer_states(self) -> None:
+        """Make the gradients' place, pinned at once: DeepSpeed's own writes zeros elsewhere, and copies them."""
+        # As large as the largest parameter, and as the partition: of no use here.
+        self.temp_grad_buffer_for_gpu_offload = self.temp_grad_buffer_for_cpu_offload = None
+        self.param_buffer_of_bit16_for_cpu_offload_groups.clear()
+        for flat in self.single_partition_of_fp32_groups:
+            place = get_accelerator().pin_empty_like(flat) if self._pins else torch.empty_like(flat)
+            flat.grad = place.zero_()
 
     @property
     def accelerator(self) -> torch.device:

@@ -62,7 +62,7 @@ GROWTH = {
 }
 TITLES = {
     **{"rss": "memory, MiB", "device": "of the device, MiB", "reserved": "reserved there, MiB", "files": "open files"},
-    **{"threads": "threads", "graphs": "CUDA graphs", "shm": "/dev/shm, MiB", "blocks": "Python's blocks, thousands"},
+    **{"threads": "threads", "graphs": "CUDA graphs", "shm": "/dev/shm, MiB", "blocks": "Python's blocks, k"},
 }
 
 

@@ -283,6 +283,32 @@ def test_gradients_are_on_the_host_after_backward_and_all_state_always(pinned: b
         }
 
 
+def pinned_by(config: dict[str, Any]) -> tuple[list[int], list[int], bool]:
+    """Bytes of what is pinned while an engine is made, and of the gradients; and whether the engine says so."""
+    accelerator, found = get_accelerator(), []
+
+    def counted(original: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        found.append(tensor.nbytes)
+        return original(tensor, *args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        for name in ("pin_memory", "pin_empty_like"):
+            original = getattr(accelerator, name)
+            stack.enter_context(mock.patch.object(accelerator, name, partial(counted, original)))
+        engine = start(PrescribedGradients(PLAIN), config)
+    zero = engine.optimizer
+    gradients = [flat.grad.nbytes for flat in zero.single_partition_of_fp32_groups]
+    engine.destroy()
+    return found, gradients, zero.cpu_offload_pin_memory
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_of_the_hosts_memory_only_gradients_are_pinned_because_only_they_are_copied_to(pinned: bool) -> None:
+    section = {"offload_optimizer": {"device": "cpu", "pin_memory": pinned}}
+    for found, gradients, says in run_ranks(2, pinned_by, ds_config(zero=section, dtype="bfloat16")):
+        assert found == gradients * pinned and says is pinned
+
+
 def set_by_a_script(config: dict[str, Any], how: str) -> tuple[dict[str, Any], list[int]]:
     """What the run is after a step, and of how many elements the host has taken squares in it.
 

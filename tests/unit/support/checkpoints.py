@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_muon.cli import main
+from ds_muon.optimizer import ORIGIN
 from tests.unit.support.models import (
     ds_config,
     full_weights,
@@ -113,11 +114,13 @@ def run(config: dict[str, Any], groups: int, folder: str, *, load: bool) -> list
     for step in range(first, first + (1 if load else STEPS)):
         train_step(engine, exact_gradients(SHAPES, step, engine.device))
     lines: list[str] = []
+    origins = [[group[key] for key in ORIGIN] for group in engine.optimizer.param_groups]
     if load:
         with mock.patch("ds_muon.checkpoints.check.say", lines.append):
             engine.load_checkpoint(folder)
     else:
         engine.save_checkpoint(folder)
+    assert [[group[key] for key in ORIGIN] for group in engine.optimizer.param_groups] == origins
     found = [by_name(engine)]
     for step in range(STEPS, 2 * STEPS):
         train_step(engine, exact_gradients(SHAPES, step, engine.device))
