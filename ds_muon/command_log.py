@@ -10,6 +10,8 @@ import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
-if Path(sys.argv[0]).stem == "ds-muon" or sys.orig_argv[1:3] == ["-m", "ds_muon.cli"]:
+# An embedded interpreter may have no argument. Until a module that is run has been found, "-m" stands for its name.
+_name = Path(*sys.argv[:1]).stem
+if _name == "ds-muon" or (_name == "-m" and "ds_muon.cli" in sys.orig_argv):
     with redirect_stdout(sys.stderr):
         import deepspeed  # noqa: F401

@@ -86,9 +86,9 @@ FAULTS = (
     Fault("zero_base", "        self.failure.raise_on_all()\n", "", FAILS),
     Fault("zero_base", "        self.failure.settle()\n", "", FAILS),
     Fault("failure", "if self.torn and self.notice is not None:", "if False:", FAILS),
+    Fault("checkpoints/saving", "(whole or prefix", "(prefix", FAILS),
     Fault("checkpoints/saving", "prefix.count(\".\") < 2", "not prefix", FAILS),
     Fault("checkpoints/saving", "_NOTICES[module] = notice, \".\" not in name", "_NOTICES.setdefault(module, (notice, \".\" not in name))", FAILS),
-    Fault("checkpoints/saving", "whole or ", "", FAILS),
     Fault("zero_offload", "        self._wait()\n", "", "ranks/test_offload.py"),
     Fault("checkpoints/saving", "read_file(Path(path), mapped=False)", "read_file(Path(path), mapped=False, trusted=True)", "ranks/test_saving.py"),
     # ---- the decision

@@ -30,7 +30,9 @@ _OF_NUMPY = [
 # Not those that hold Python's objects: what a file says of these, numpy takes for addresses.
 _KINDS = np.typecodes["All"].translate({ord(kind): None for kind in "OV"})
 _DTYPES = [np.ndarray, np.dtype, *{type(np.dtype(kind)) for kind in _KINDS}]
-_TYPES = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address, Namespace, *_OF_NUMPY, *_DTYPES]
+# Arguments may be paths, whose module has another name in Python 3.13.
+_PATHS = [(type(Path()), f"{module}.{type(Path()).__name__}") for module in ("pathlib", "pathlib._local")]
+_TYPES = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address, Namespace, *_PATHS, *_OF_NUMPY, *_DTYPES]
 
 
 def read_file(path: Path, *, trusted: bool = False, mapped: bool = True) -> dict[str, Any]:
@@ -51,10 +53,10 @@ def read_file(path: Path, *, trusted: bool = False, mapped: bool = True) -> dict
             except RuntimeError:  # another format than torch's present one
                 contents = torch.load(path, **options)
     except Exception as error:
-        if found := re.search(r"GLOBAL (\S+)", str(error)):
+        if name := _refused_type(error):
             raise ValueError(
-                f"{path} holds a {printable(found[1])}, and to read that may run any code; if you trust it, let it be "
-                "read: by torch.serialization.add_safe_globals in a script, by --trust of a command"
+                f"{path} holds a {name}, and to read that may run any code; if you trust it, let it be read: by "
+                "torch.serialization.add_safe_globals in a script, by --trust of a command"
             ) from None
         raise ValueError(f"{path} cannot be read: {type(error).__name__}: {_reason(error)}") from error
     if not isinstance(contents, dict):
@@ -64,18 +66,29 @@ def read_file(path: Path, *, trusted: bool = False, mapped: bool = True) -> dict
 
 def refused(path: Path) -> str:
     """Why ``read_file`` will refuse a file that torch has just written; empty if it will not. Never raises."""
+    types: list[str] = []
     with _allowed(), suppress(Exception):  # a file system may map no files
         with suppress(UnpicklingError):
-            if types := get_unsafe_globals_in_checkpoint(path):
-                return (
-                    "it holds objects of types that are refused until the script allows them by "
-                    f"torch.serialization.add_safe_globals: {', '.join(sorted(types))}"
-                )
+            types = get_unsafe_globals_in_checkpoint(path)
         try:
             torch.load(path, mmap=True, map_location="cpu", weights_only=True)
-        except UnpicklingError as error:
-            return _reason(error)
-    return ""
+        except UnpicklingError as error:  # some have no name there, as a dtype of numpy's
+            name = _refused_type(error)
+            if name is None and not types:
+                return _reason(error)
+            types = types or [str(name)]
+    if not types:
+        return ""
+    return (
+        "it holds objects of types that are refused until the script allows them by "
+        f"torch.serialization.add_safe_globals: {', '.join(sorted(types))}"
+    )
+
+
+def _refused_type(error: Exception) -> str | None:
+    """The type that torch names as it refuses to make an object; None if something else is wrong."""
+    found = re.search(r"GLOBAL (\S+)|but got <class '([\w.]+)'>", str(error))
+    return found and printable(found[1] or found[2])
 
 
 def _reason(error: Exception) -> str:

@@ -180,7 +180,7 @@ def test_nothing_is_said_in_another_way() -> None:
 def test_a_config_that_goes_to_a_file_has_nothing_of_deepspeeds_log_in_it() -> None:
     # With no GPU in sight DeepSpeed says that it takes the CPU, and it says so on stdout.
     environment = {key: of for key, of in os.environ.items() if key != "DS_ACCELERATOR"} | {"CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "ds_muon.cli", "config", "zero2_bf16"]
+    command = [sys.executable, "-W", "default", "-m", "ds_muon.cli", "config", "zero2_bf16"]
     run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=True)
     assert run.stdout == (config_command.folder() / "zero2_bf16.json").read_text()
     assert "Setting accelerator to CPU" in run.stderr

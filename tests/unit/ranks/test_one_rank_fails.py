@@ -266,7 +266,9 @@ BY_ONE_RANK: dict[str, Callable[[Any, str], object]] = {
         nn.ModuleDict({"model": engine.module})
     ).state_dict(),
     "a module around a part": lambda engine, folder: nn.ModuleDict({"part": engine.module.part}).state_dict(),
+    "a module far around the model": lambda engine, folder: engine.module.state_dict(prefix="agent.policy."),
     "a part of the model": lambda engine, folder: engine.module.part.state_dict(),
+    "a part under its name": lambda engine, folder: engine.module.part.state_dict(prefix="part."),
     "the state of ZeRO": lambda engine, folder: engine.optimizer.state_dict(),
 }
 
