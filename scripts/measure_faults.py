@@ -4,7 +4,7 @@
     DS_MUON_TEST_DEVICE=cuda python scripts/measure_faults.py     # on two GPUs
 
 Prints rows of docs/measured/one-rank-fails.json: the phase, the fault, what the other rank does, whether the last
-checkpoint, or the state before the step, is whole, and the seconds until the other rank has stopped: over gloo, and over
+checkpoint, or the state before the step, is whole, and the seconds until the other rank has stopped, over gloo and over
 NCCL. ``--json FILE`` writes there those of this backend.
 """
 
