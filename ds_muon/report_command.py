@@ -63,7 +63,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="the folder of DeepSpeed's csv_monitor; the folder or trainer_state.json of Hugging Face Trainer; or what "
         "ds-muon verify --json wrote, for the partitions and the errors",
     )  # fmt: skip
-    parser.add_argument("--out", type=writable, default="report.html", metavar="FILE", help="default: %(default)s")
+    parser.add_argument(
+        "--out", type=writable, default="report.html", metavar="FILE", help="the page to write (default: %(default)s)"
+    )
     parser.set_defaults(run=run)
 
 
