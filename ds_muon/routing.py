@@ -99,7 +99,11 @@ class Route:
 
 @dataclass(frozen=True)
 class Routing:
-    """Every parameter tensor of a model, in order of first appearance."""
+    """Every parameter tensor of a model, in order of first appearance.
+
+    Attributes:
+        routes: names, shape, half ("muon", "adamw", or "none" if it is not trained) and reason of each tensor.
+    """
 
     routes: tuple[Route, ...]
 
