@@ -223,7 +223,7 @@ def _transposed(zero: Any, replace: _Replace) -> None:
 
 
 def _conv1d_scale(zero: Any, replace: _Replace) -> None:
-    """A weight that is stored in x out, as transformers' Conv1D does, gets the scale of its transpose."""
+    """A weight that is stored as (in, out), as transformers' Conv1D does, gets the scale of its transpose."""
     adjust_lr_fn = zero.optimizer.config.adjust_lr_fn
 
     def scale(original: Callable[[Matrix], float], matrix: Matrix) -> float:
@@ -232,7 +232,7 @@ def _conv1d_scale(zero: Any, replace: _Replace) -> None:
     matrices = zero.plan.matrices
     if all(update_scale(adjust_lr_fn, *m.sides) == update_scale(adjust_lr_fn, m.rows, m.cols) for m in matrices):
         raise CannotVerify(
-            "no weight is stored in x out, as transformers' Conv1D stores it, and has another scale than its transpose"
+            "no weight that is stored as (in, out), as transformers' Conv1D's, has another scale than its transpose"
         )
     for group in zero.muon_groups:
         replace("_scale", scale, group)
