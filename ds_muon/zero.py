@@ -62,15 +62,19 @@ class MuonZeroOptimizer(MuonZeroBase):
     """
 
     def __init__(self, init_optimizer: DSMuon, param_names: dict[Tensor, str], *args: Any, **kwargs: Any) -> None:
-        self.failure = Failure(None)
         try:
-            with self.failure.holding("initialize"):  # a rank may have less memory than the others
-                super().__init__(init_optimizer, param_names, *args, **kwargs)
-            self.failure.raise_on_all()
+            super().__init__(init_optimizer, param_names, *args, **kwargs)
+            self._make_groups(init_optimizer)
         except BaseException:
             for hook in vars(self).get("_grad_acc_hooks", ()):  # which would reduce gradients for nobody
                 hook.remove()
             raise
+        self._frozen = [(name, p) for p, name in param_names.items() if not p.requires_grad]
+        self.training_check: TrainingCheck | None = None
+        self.telemetry: Telemetry | None = None
+
+    def _make_groups(self, init_optimizer: DSMuon) -> None:
+        """The plan, and what a step needs of each Muon group. A collective."""
         config = init_optimizer.config
         self.newton_schulz = config.newton_schulz(self.accelerator)
         self.steps = 0
@@ -96,10 +100,7 @@ class MuonZeroOptimizer(MuonZeroBase):
             )
             for i, group in enumerate(self.plan.groups)
         ]
-        self._frozen = [(name, p) for p, name in param_names.items() if not p.requires_grad]
         self._lazy_init_hp_params_optimizer_state()
-        self.training_check: TrainingCheck | None = None
-        self.telemetry: Telemetry | None = None
 
     def destroy(self) -> None:
         self.skips.close()
