@@ -151,8 +151,9 @@ class DSMuon(Optimizer):
         closure: Callable[[], float] | None = None,
         *,
         staged: Sequence[Iterable[Stretch]] = (),
+        gradients: Sequence[Tensor] = (),
     ) -> None:
-        """Apply updates ``s O`` to the weights of Muon groups, and ``.grad`` to those of AdamW groups.
+        """Apply updates ``s O`` to the weights of Muon groups, and gradients to those of AdamW groups.
 
         A matrix that ``advance_momentum_`` has not moved stays as it is.
 
@@ -160,6 +161,7 @@ class DSMuon(Optimizer):
             closure: none.
             staged: the updates of each Muon group; overwritten. As soon as a stretch has been applied, the next is
                 asked for.
+            gradients: (partition_size,) fp32 for each AdamW group.
 
         Raises:
             ValueError: a closure was given.
@@ -177,7 +179,7 @@ class DSMuon(Optimizer):
                 how: dict[str, Any] = {"moves": moves and moves.starting(offset), "scale": scale, "rounded": rounded}
                 apply_update_(weight, update, lr=group["lr"], weight_decay=group["weight_decay"], **how)
         if self._adamw is not None:
-            self._adamw.step(self.adamw_groups, self.state, self.host_passes)
+            self._adamw.step(self.adamw_groups, gradients, self.state, self.host_passes)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Refused: torch's own would put other tensors in the place of those that ZeRO has linked to parameters."""

@@ -248,17 +248,13 @@ class MuonZeroOptimizer(MuonZeroBase):
         if (clip := self._adamw_clip(findings)) < 1:
             for gradient in adamw:
                 gradient.mul_(clip)
-        weights = self.single_partition_of_fp32_groups[len(muon) :]
-        for flat, gradient in zip(weights, adamw, strict=True):
-            flat.grad = gradient
-        if self.ferry is not None:  # .grad stays, as the place for the next step's
+        if self.ferry is not None:
             parts = ((i, group.host_part) for i, group in enumerate(self.muon_groups))
+            staged = [() if part is None else self.sent_up(i, part) for i, part in parts]
             with self.ferry.together():
-                self.optimizer.step(staged=[() if part is None else self.sent_up(i, part) for i, part in parts])
+                self.optimizer.step(staged=staged, gradients=adamw)
         else:
-            self.optimizer.step(staged=[[Stretch(0, update)] for update in muon])
-            for flat in weights:
-                flat.grad = None
+            self.optimizer.step(staged=[[Stretch(0, update)] for update in muon], gradients=adamw)
         for i, group in enumerate(self.muon_groups):
             group.commit(self.optimizer.row_variance(i))
 
