@@ -20,7 +20,7 @@ docs/how-it-works.md has the files of a step in reading order.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +33,8 @@ from ds_muon.agree import gather
 from ds_muon.capture import NanCapture
 from ds_muon.failure import Failure
 from ds_muon.guard import FAILED, Findings, StepGuard, Verdict
-from ds_muon.muon_group import MuonGroup, in_turns
-from ds_muon.offload import Stretch
+from ds_muon.muon_group import MuonGroup, Staged, in_turns
+from ds_muon.offload import HostPart
 from ds_muon.optimizer import DSMuon
 from ds_muon.orthogonalize import release
 from ds_muon.passes import sum_of_squares
@@ -141,8 +141,8 @@ class MuonZeroOptimizer(MuonZeroBase):
                     raise DSMuonRefusal(refusal)
             verdict = self.measure(gradients)
         with self._timed(deepspeed_zero.OPTIMIZER_STEP_TIMER):
-            self.stage(gradients, verdict)
-            findings = self.decide(gradients, verdict)
+            staged = self.stage(gradients, verdict)
+            findings = self.decide(staged, verdict)
             if findings.worst == FAILED:
                 # If no rank has taken its gradients, all can still use them; if one has, all drop theirs.
                 if any(gather(bool(gradients), self.dp_process_group)):
@@ -156,9 +156,9 @@ class MuonZeroOptimizer(MuonZeroBase):
             with self.failure.holding("commit"):
                 self._global_grad_norm = self._on_device(findings.norm) if self.compute_grad_norm else None
                 if not self.overflow:
-                    self.commit(gradients, findings)
+                    self.commit(staged, gradients[len(staged) :], findings)
             if self.overflow:
-                self.skips.explain(findings, bad_updates(self, gradients, findings), self.dynamic_loss_scale)
+                self.skips.explain(findings, bad_updates(self, staged, findings), self.dynamic_loss_scale)
                 return
         with self._timed(deepspeed_zero.OPTIMIZER_ALLGATHER_TIMER):
             self.update_lp_params()
@@ -204,59 +204,62 @@ class MuonZeroOptimizer(MuonZeroBase):
         return sum_of_squares(gradient) if known is None else known
 
     @profiled("stage")
-    def stage(self, gradients: Sequence[Tensor], verdict: Verdict) -> None:
+    def stage(self, gradients: Sequence[Tensor], verdict: Verdict) -> list[Staged]:
         """Move the momentum and turn Muon's gradients, in place, into updates; AdamW's stay. A collective.
 
-        An update is ``s O``; on the host, O: see ``HostPart``.
+        Returns:
+            The updates of each Muon group, on this rank.
         """
         with self.failure.holding("stage"):
             # Nothing is captured in a step that the gradients forbid.
             self._capture.start_step(self.steps, verdict.may_move)
-        turns = []
-        for i, (group, moves) in enumerate(zip(self.muon_groups, verdict.moves, strict=True)):
-            of_group = self._stage_group(i, gradients[i], moves) if gradients else iter(())
-            turns.append(group.in_any_case(of_group, self.optimizer.row_variance(i), moves, self.failure))
+        staged, turns = [], []
+        for i, (group, flags) in enumerate(zip(self.muon_groups, verdict.moves, strict=True)):
+            flat = gradients[i] if gradients else torch.empty(0, device=self.device)
+            staged.append(Staged(flat, flags, self.optimizer.row_variance(i)))
+            of_group = self._stage_group(i, staged[i]) if gradients else iter(())
+            turns.append(group.in_any_case(of_group, staged[i], self.failure))
         in_turns(turns)
         if self.ferry is not None:
             self.ferry.settle()
+        return staged
 
-    def _stage_group(self, i: int, gradient: Tensor, moves: Tensor) -> Iterator[None]:
+    def _stage_group(self, i: int, staged: Staged) -> Iterator[None]:
         """Advance a group's momentum, turn its gradient into U, and U into updates; on the host batch by batch."""
-        group, variance = self.muon_groups[i], self.optimizer.row_variance(i)
-        here = group.moves_here(gradient, moves.to(gradient.device))
-        if self.cpu_offload:
-            # The host looks at the flags here, so that it need not at each element.
-            advance = partial(self.optimizer.advance_momentum_, i, gradient, None if here.flags.all() else here)
-            yield from group.run_stage(gradient, variance, moves, advance)
+        group, flat = self.muon_groups[i], staged.flat
+        staged.moves = group.moves_here(flat, staged.flags.to(flat.device))
+        if self.ferry is None:
+            self.optimizer.advance_momentum_(i, flat, staged.moves)
         else:
-            self.optimizer.advance_momentum_(i, gradient, here)
-            yield from group.run_stage(gradient, variance, moves)
+            if staged.moves.flags.all():  # looked at here, so that the host need not at each element
+                staged.moves = None
+            advance = partial(self.optimizer.advance_momentum_, i, flat, staged.moves)
+            staged.host = HostPart(flat, advance, self.ferry)
+        yield from group.run_stage(staged)
 
     @profiled("decide")
-    def decide(self, gradients: Sequence[Tensor], verdict: Verdict) -> Findings:
+    def decide(self, staged: Sequence[Staged], verdict: Verdict) -> Findings:
         """Decide with all ranks whether to commit; the host waits. A collective."""
-        flats = (group.sizes(g) for group, g in zip(self.muon_groups, gradients, strict=False))  # if it is asked for
-        return self.guard.decide(verdict, flats)
+        return self.guard.decide(verdict, (of_group.sizes() for of_group in staged))  # if they are asked for
 
     @profiled("commit")
-    def commit(self, gradients: Sequence[Tensor], findings: Findings) -> None:
+    def commit(self, staged: Sequence[Staged], gradients: Sequence[Tensor], findings: Findings) -> None:
         """Apply what is staged to the fp32 weights, AdamW's state and NorMuon's variances.
 
-        ``gradient_clipping`` scales AdamW's gradients, in place, and never Muon's: see docs/how-it-works.md.
+        Args:
+            staged: of each Muon group; overwritten.
+            gradients: of each AdamW group. ``gradient_clipping`` scales them, in place, and never Muon's: see
+                docs/how-it-works.md.
+            findings: of this step.
         """
-        muon, adamw = gradients[: len(self.muon_groups)], gradients[len(self.muon_groups) :]
         if (clip := self._adamw_clip(findings)) < 1:
-            for gradient in adamw:
+            for gradient in gradients:
                 gradient.mul_(clip)
-        if self.ferry is not None:
-            parts = ((i, group.host_part) for i, group in enumerate(self.muon_groups))
-            staged = [() if part is None else self.sent_up(i, part) for i, part in parts]
-            with self.ferry.together():
-                self.optimizer.step(staged=staged, gradients=adamw)
-        else:
-            self.optimizer.step(staged=[[Stretch(0, update)] for update in muon], gradients=adamw)
-        for i, group in enumerate(self.muon_groups):
-            group.commit(self.optimizer.row_variance(i))
+        updates = [(of_group.moves, self.sent_up(i, of_group.updates())) for i, of_group in enumerate(staged)]
+        with nullcontext() if self.ferry is None else self.ferry.together():
+            self.optimizer.step(updates=updates, gradients=gradients)
+        for group, of_group in zip(self.muon_groups, staged, strict=True):
+            group.commit(of_group)
 
     def _adamw_clip(self, findings: Findings) -> float:
         if self.clip_grad <= 0:

@@ -6,7 +6,7 @@ Without offload gradients go DeepSpeed's own way. Weights are rounded to the mod
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import Tensor
 
 from ds_muon.muon_group import MuonGroup
-from ds_muon.offload import Ferry, HostPart, Stretch
+from ds_muon.offload import Ferry, Stretch
 from ds_muon.passes import Segments, compile_for_host, sum_of_squares
 from ds_muon.say import log
 
@@ -262,14 +262,14 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
         own: Tensor = self.parallel_partitioned_bit16_groups[group_index][rank].detach()
         return own
 
-    def sent_up(self, group_index: int, part: HostPart) -> Iterator[Stretch]:
-        """The updates of a group on the host. Weights that have moved go up while the next are computed."""
-        assert self.ferry is not None
-        weights, there = (
-            self.single_partition_of_fp32_groups[group_index].detach(),
-            self._own_model_weights(group_index),
-        )
-        for stretch in part.stretches():
+    def sent_up(self, group_index: int, stretches: Iterable[Stretch]) -> Iterator[Stretch]:
+        """The updates of a group. With offload, weights that have moved go up while the next are computed."""
+        if self.ferry is None:
+            yield from stretches
+            return
+        weights = self.single_partition_of_fp32_groups[group_index].detach()
+        there = self._own_model_weights(group_index)
+        for stretch in stretches:
             here = slice(stretch.offset, stretch.offset + stretch.update.numel())
             goal = self.ferry.goal(there[here])
             yield stretch._replace(rounded=goal)
