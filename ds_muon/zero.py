@@ -62,11 +62,11 @@ class MuonZeroOptimizer(MuonZeroBase):
     """
 
     def __init__(self, init_optimizer: DSMuon, param_names: dict[Tensor, str], *args: Any, **kwargs: Any) -> None:
-        self.failure = Failure(None)
+        failure = Failure(None)
         try:
-            with self.failure.holding("initialize"):  # a rank may have less memory than the others
-                super().__init__(init_optimizer, param_names, *args, **kwargs)
-            self.failure.raise_on_all()
+            with failure.holding("initialize"):  # a rank may have less memory than the others
+                super().__init__(failure, init_optimizer, param_names, *args, **kwargs)
+            failure.raise_on_all()
         except BaseException:
             for hook in vars(self).get("_grad_acc_hooks", ()):  # which would reduce gradients for nobody
                 hook.remove()
@@ -96,6 +96,7 @@ class MuonZeroOptimizer(MuonZeroBase):
             )
             for i, group in enumerate(self.plan.groups)
         ]
+        self.know_matrices([group.parts for group in self.muon_groups])
         self._frozen = [(name, p) for p, name in param_names.items() if not p.requires_grad]
         self._lazy_init_hp_params_optimizer_state()
         self.training_check: TrainingCheck | None = None
