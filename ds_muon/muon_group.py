@@ -15,7 +15,7 @@ from torch import Tensor
 from ds_muon.capture import NanCapture
 from ds_muon.exchange import Exchange, result_dtype
 from ds_muon.failure import Failure
-from ds_muon.normuon import RowVariance
+from ds_muon.normuon import RowMoments, RowVariance
 from ds_muon.offload import STAGING_BYTES, Ferry, HostPart, Stretch
 from ds_muon.orthogonalize import NewtonSchulz, batches, orthogonalize_batch
 from ds_muon.passes import Held, Moves, Segments, store_updates, sum_of_squares
@@ -52,8 +52,9 @@ class Staged:
         flat: (partition_size,) fp32, overwritten as the step goes on: in the end with ``s O``, on the host with what
             ``HostPart`` says. Empty on a rank that has failed to take its gradient.
         flags: (matrices,) bool, whether each of the plan's matrices moves. If not, its U is zero.
-        variance: (rows, 1) fp32, NorMuon's state, not modified before ``commit``; None for plain Muon.
+        variance: (rows, 1) fp32, NorMuon's state; None for plain Muon.
         moves: ``flags`` of the matrices in this partition; None for all.
+        rows: NorMuon's, from the beginning of the stage.
         host: what becomes of a partition on the host.
         met: collectives that have begun.
     """
@@ -62,6 +63,7 @@ class Staged:
     flags: Tensor
     variance: Tensor | None = None
     moves: Moves | None = None
+    rows: RowMoments | None = None
     host: HostPart | None = None
     met: int = 0
 
@@ -165,7 +167,7 @@ class MuonGroup:
         gathering = self.exchange.gather(partition)
         staged.met = 1
         if self.row_variance is not None and staged.variance is not None:
-            self.row_variance.begin(staged.variance, staged.flags)
+            staged.rows = self.row_variance.begin(staged.variance, staged.flags)
         yield  # slices of U are on their way to the ranks that own their matrices
 
         staying = self._inputs(partition)
@@ -187,8 +189,8 @@ class MuonGroup:
         yield  # slices of O are on their way to the ranks that hold them
 
         returning.wait()
-        if self.row_variance is not None:
-            self.row_variance.agree()
+        if staged.rows is not None:
+            staged.rows.agree()
         staged.met = 3
         self._scale_travellers(partition)
 
@@ -215,8 +217,7 @@ class MuonGroup:
             dtype = torch.float32 if staged.met == 1 else self._result_dtype
             self.exchange.take_part(back=staged.met == 2, dtype=dtype, device=there)
         elif self.row_variance is not None and staged.variance is not None:
-            self.row_variance.begin(staged.variance.to(there), staged.flags)  # it may be offloaded
-            self.row_variance.agree()
+            self.row_variance.begin(staged.variance.to(there), staged.flags).agree()  # it may be offloaded
 
     @property
     def _result_dtype(self) -> torch.dtype:
@@ -257,37 +258,37 @@ class MuonGroup:
         """
         results: dict[str, Tensor] = {}
         counted = [([inputs[i] for i in indices], bisect_left(indices, n_staying)) for indices in chosen]
-        in_turns([self._update_batch(staged.host, batch, count, results) for batch, count in counted])
+        in_turns([self._update_batch(staged, batch, count, results) for batch, count in counted])
         return results
 
-    def _update_batch(
-        self, host: HostPart | None, batch: _Batch, count: int, results: dict[str, Tensor]
-    ) -> Iterator[None]:
+    def _update_batch(self, staged: Staged, batch: _Batch, count: int, results: dict[str, Tensor]) -> Iterator[None]:
         """``_update`` of a batch, of which the first ``count`` have not travelled. Adds to ``results``.
 
         On the host it yields while the batch goes up, and while it comes down.
         """
-        copies, scale = Copies(), self._scale(batch[0][0])
-        if host is not None:
+        copies, scale, rows = Copies(), self._scale(batch[0][0]), staged.rows
+        if staged.host is not None:
             travelled = [(m, copies.of(m, unit)) for m, unit in batch[count:]]
-            yield from host.update(
-                batch[:count], scale, lambda lifted: self._compute([*lifted, *travelled], count, results)
+            yield from staged.host.update(
+                batch[:count], scale, lambda lifted: self._compute(rows, [*lifted, *travelled], count, results)
             )
             return
         inputs = [(m, copies.of(m, unit)) for m, unit in batch]
-        outputs, factors = self._compute(inputs, count, results)
+        outputs, factors = self._compute(rows, inputs, count, results)
         store_updates(outputs, [u for _, u in inputs[:count]], scale=scale, factors=factors)
         copies.put_back(batch[:count])
 
-    def _compute(self, inputs: _Batch, count: int, results: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    def _compute(
+        self, rows: RowMoments | None, inputs: _Batch, count: int, results: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
         """O of the first ``count`` matrices, and NorMuon's factors of their rows; None for plain Muon.
 
         Of the others, O times the factors goes to ``results``.
         """
         outputs = self.orthogonalize(inputs)
         factors = None
-        if self.row_variance is not None:
-            factors = self.row_variance.factors([m.name for m, _ in inputs], outputs, inputs[0][0].layout)
+        if rows is not None:
+            factors = rows.factors([m.name for m, _ in inputs], outputs, inputs[0][0].layout)
         if travelled := inputs[count:]:
             made: Sequence[Tensor] = [u for _, u in travelled]
             if factors is not None:
@@ -308,11 +309,6 @@ class MuonGroup:
 
     def _scale(self, matrix: Matrix) -> float:
         return update_scale(self._adjust_lr_fn, *matrix.sides)
-
-    def commit(self, staged: Staged) -> None:
-        """Overwrite NorMuon's state with the staged variances."""
-        if self.row_variance is not None and staged.variance is not None:
-            self.row_variance.commit(staged.variance)
 
 
 def _runs(staying: Sequence[tuple[Unit, Slice]]) -> list[tuple[int, int, int, int]]:

@@ -259,8 +259,9 @@ class MuonZeroOptimizer(MuonZeroBase):
         updates = [(of_group.moves, self.sent_up(i, of_group.updates())) for i, of_group in enumerate(staged)]
         with nullcontext() if self.ferry is None else self.ferry.together():
             self.optimizer.step(updates=updates, gradients=gradients)
-        for group, of_group in zip(self.muon_groups, staged, strict=True):
-            group.commit(of_group)
+        for of_group in staged:
+            if of_group.rows is not None:
+                of_group.rows.commit()
 
     def _adamw_clip(self, findings: Findings) -> float:
         if self.clip_grad <= 0:

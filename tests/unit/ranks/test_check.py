@@ -104,7 +104,7 @@ def lose_one_element(original: Any, zero: Any, staged: list[Staged], *args: Any)
 
 
 def forget_the_variance(original: Any, zero: Any, staged: list[Staged], *args: Any) -> None:
-    zero.muon_groups[0].commit = lambda of_group: None
+    staged[0].rows = None
     original(staged, *args)
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_muon.normuon import RowMoments
 from tests.unit.support.models import full_momentum, full_weights, start_groups, train_step
 from tests.unit.support.steps import SHAPES, exact_gradients
 
@@ -35,7 +36,7 @@ PLACES: dict[str, tuple[str, int, Where]] = {
 COMMIT: dict[str, tuple[str, int, Where]] = {
     "the norm": ("commit", 1, lambda zero: (zero, "_on_device")),
     "AdamW": ("commit", 1, lambda zero: (zero.optimizer._adamw, "step")),
-    "the variances": ("commit", 1, lambda zero: (zero.muon_groups[1], "commit")),
+    "the variances": ("commit", 2, lambda zero: (RowMoments, "commit")),
     "the model's weights": ("commit", 1, lambda zero: (zero, "round_weights")),
     "the model's views": ("commit", 1, lambda zero: (zero, "_bind_model")),
 }
