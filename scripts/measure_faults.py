@@ -3,9 +3,9 @@
     python scripts/measure_faults.py                              # on CPU
     DS_MUON_TEST_DEVICE=cuda python scripts/measure_faults.py     # on two GPUs
 
-Prints the rows of docs/measured/one-rank-fails.json: the phase, the fault, what the other rank does, whether the last
-checkpoint, or the state before the step, is whole, and the seconds until the other rank has stopped. ``--json FILE``
-writes them there, in place of its rows.
+Prints rows of docs/measured/one-rank-fails.json: the phase, the fault, what the other rank does, whether the last
+checkpoint, or the state before the step, is whole, and the seconds until the other rank has stopped, over gloo and over
+NCCL. ``--json FILE`` writes there those of this backend.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import errno
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,7 @@ from tests.unit.support.ranks import RankFailure, run_ranks
 from tests.unit.support.steps import SHAPES
 
 CONFIG = ds_config({"variant": "normuon"})
+ON_GPUS = os.environ.get("DS_MUON_TEST_DEVICE") == "cuda"
 PHASES = ("take_gradients", "measure", "stage", "decide", "commit")
 
 
@@ -109,7 +111,8 @@ def of_killed(phase: str) -> list[Any]:
         loads = all(run_ranks(2, load_after, CONFIG, folder))
         ended, at = Path(folder, "ended"), Path(folder, "killed").stat().st_mtime
         seconds = ended.stat().st_mtime - at if ended.exists() else None
-    what = "waits until the launcher ends it" if hangs else "stops: its connection is lost"
+    assert hangs == ON_GPUS, "gloo says that a connection is lost, and NCCL does not"
+    what = "stops: its connection is lost; over NCCL waits until the launcher ends it"
     return [phase, "SIGKILL", what, "yes" if loads else "no", seconds]
 
 
@@ -131,8 +134,12 @@ def main() -> None:
         print(json.dumps(found[-1]), flush=True)
     if path is not None:
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        before = json.loads(path.read_text())
+        of_other = {tuple(row[:2]): row[4 if ON_GPUS else 5] for row in before["rows"]}
+        for row in found:
+            row.insert(4 if ON_GPUS else 5, of_other.get(tuple(row[:2])))
         of_run = {"commit": commit.stdout.strip(), "recorded": commit.stdout.strip(), "rows": found}
-        path.write_text(json.dumps({**json.loads(path.read_text()), **of_run}, indent=2) + "\n")
+        path.write_text(json.dumps({**before, **of_run}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -330,9 +330,10 @@ def largest(options: argparse.Namespace, begun: float) -> dict[str, Any]:
     host = options.host or host_bytes() / 1e9
 
     def host_gb(billions: int) -> float:
-        """Weights and momentum; gradients, pinned, which torch rounds up to a power of two."""
+        """Weights and momentum; gradients, pinned, which torch rounds up to a power of two, and DeepSpeed does not."""
         nbytes = 4 * billions * per_billion * 12 * width**2
-        return (2 * nbytes + (1 << (nbytes - 1).bit_length())) / 1e9 + 8
+        exact = os.environ.get("DS_PIN_MEMORY_BACKEND") == "native"
+        return (2 * nbytes + (nbytes if exact else 1 << (nbytes - 1).bit_length())) / 1e9 + 8
 
     fit = [billions for billions in range(1, 200) if host_gb(billions) <= host and 4.2 * billions <= gpu / 1e9]
     guesses = {"dsmuon": int(gpu / 16.1e9), "dsmuon-offload": max(fit, default=1)}

@@ -21,7 +21,7 @@ from torch import nn
 import ds_muon
 from ds_muon import deepspeed_parts, registration, zero, zero_base, zero_plan
 from tests.unit.support.models import Block, PrescribedGradients, ds_config, start
-from tests.unit.support.ranks import run_ranks
+from tests.unit.support.ranks import DEVICE, run_ranks
 
 
 def test_importing_registers_in_either_order() -> None:
@@ -66,8 +66,9 @@ def test_every_part_that_the_zero_optimizer_takes_from_deepspeeds_is_looked_for(
 
 def test_the_kernels_of_a_first_step_are_compiled_when_the_engine_is_built() -> None:
     by_backend, by_passes = run_ranks(1, compiled_ahead)[0]
-    assert by_backend == [("torch", {(8, 8), (6, 16)}, torch.device("cpu"), torch.float32)]
-    assert by_passes == [torch.device("cpu")]
+    backend, device, dtype = ("torch", "cpu", torch.float32) if DEVICE == "cpu" else ("triton", "cuda:0", torch.float16)
+    assert by_backend == [(backend, {(8, 8), (6, 16)}, torch.device(device), dtype)]
+    assert by_passes == [torch.device(device)]
 
 
 def compiled_ahead() -> tuple[list[Any], list[Any]]:
