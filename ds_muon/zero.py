@@ -31,7 +31,6 @@ from torch import Tensor
 
 from ds_muon.agree import gather
 from ds_muon.capture import NanCapture
-from ds_muon.failure import Failure
 from ds_muon.guard import FAILED, Findings, StepGuard, Verdict
 from ds_muon.muon_group import MuonGroup, Staged, in_turns
 from ds_muon.offload import HostPart
@@ -62,15 +61,19 @@ class MuonZeroOptimizer(MuonZeroBase):
     """
 
     def __init__(self, init_optimizer: DSMuon, param_names: dict[Tensor, str], *args: Any, **kwargs: Any) -> None:
-        failure = Failure(None)
         try:
-            with failure.holding("initialize"):  # a rank may have less memory than the others
-                super().__init__(failure, init_optimizer, param_names, *args, **kwargs)
-            failure.raise_on_all()
+            super().__init__(init_optimizer, param_names, *args, **kwargs)
+            self._make_groups(init_optimizer)
         except BaseException:
             for hook in vars(self).get("_grad_acc_hooks", ()):  # which would reduce gradients for nobody
                 hook.remove()
             raise
+        self._frozen = [(name, p) for p, name in param_names.items() if not p.requires_grad]
+        self.training_check: TrainingCheck | None = None
+        self.telemetry: Telemetry | None = None
+
+    def _make_groups(self, init_optimizer: DSMuon) -> None:
+        """The plan, and what a step needs of each Muon group. A collective."""
         config = init_optimizer.config
         self.newton_schulz = config.newton_schulz(self.accelerator)
         self.steps = 0
@@ -78,7 +81,6 @@ class MuonZeroOptimizer(MuonZeroBase):
         self._capture = NanCapture(rank)
         groups = [group["name"] for group in init_optimizer.param_groups]
         rules = (config.nan_guard, config.grad_norm_skip_threshold)
-        self.failure = Failure(self.dp_process_group)
         self.guard = StepGuard(*rules, self._capture, self.failure, self.dp_process_group)
         self.skips = Skips(*rules, groups, self._capture, self.dp_process_group)
         self.plan = plan_of(self, self.newton_schulz)
@@ -97,10 +99,7 @@ class MuonZeroOptimizer(MuonZeroBase):
             for i, group in enumerate(self.plan.groups)
         ]
         self.know_matrices([group.parts for group in self.muon_groups])
-        self._frozen = [(name, p) for p, name in param_names.items() if not p.requires_grad]
         self._lazy_init_hp_params_optimizer_state()
-        self.training_check: TrainingCheck | None = None
-        self.telemetry: Telemetry | None = None
 
     def destroy(self) -> None:
         self.skips.close()

@@ -23,10 +23,8 @@ from ds_muon.zero_offload import OffloadZero
 class MuonZeroBase(OffloadZero):
     """``DeepSpeedZeroOptimizer`` whose own Muon never runs, and whose state loads at any number of ranks.
 
-    Args:
-        failure: what has failed in this rank's part of a step.
-
     Attributes:
+        failure: what has failed in this rank's part of a step.
         save: the ``save_checkpoint`` under way, which shards name. ``registration`` sets it; else None.
         interrupted: why no step is right any more, after a backward pass that has raised; else None.
     """
@@ -34,9 +32,9 @@ class MuonZeroBase(OffloadZero):
     save: Save | None = None
     interrupted: str | None = None
 
-    def __init__(self, failure: Failure, *args: Any, **kwargs: Any) -> None:
-        self.failure = failure
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.failure = Failure(self.dp_process_group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: see ``DSMuon.add_param_group``."""

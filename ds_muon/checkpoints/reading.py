@@ -68,15 +68,15 @@ def refused(path: Path) -> str:
     """Why ``read_file`` will refuse a file that torch has just written; empty if it will not. Never raises."""
     types: list[str] = []
     with _allowed(), suppress(Exception):  # a file system may map no files
-        with suppress(UnpicklingError):
-            types = get_unsafe_globals_in_checkpoint(path)
         try:
             torch.load(path, mmap=True, map_location="cpu", weights_only=True)
-        except UnpicklingError as error:  # some have no name there, as a dtype of numpy's
-            name = _refused_type(error)
-            if name is None and not types:
+        except UnpicklingError as error:
+            name = _refused_type(error)  # the first; some are not among those below, as a dtype of numpy's
+            types = [] if name is None else [name]
+            with suppress(UnpicklingError):
+                types = get_unsafe_globals_in_checkpoint(path) or types
+            if not types:
                 return _reason(error)
-            types = types or [str(name)]
     if not types:
         return ""
     return (

@@ -9,12 +9,14 @@ from collections import OrderedDict
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 
+from ds_muon.checkpoints import reading
 from ds_muon.checkpoints.reading import below, read_file, refused
 from ds_muon.checkpoints.universal import file_of
 from tests.unit.support.checkpoints import Code
@@ -110,6 +112,14 @@ def test_what_loading_will_refuse_is_known_when_it_has_been_written(tmp_path: Pa
         assert why and (why in str(error) or why.rpartition(": ")[2] in str(error))
     else:
         assert why == ""
+
+
+def test_a_file_of_plain_values_is_looked_through_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "get_unsafe_globals_in_checkpoint", None)
+    torch.save({"t": torch.ones(2), "args": {"steps": 3}}, tmp_path / "x.pt")
+    loads = mock.Mock(wraps=torch.load)
+    monkeypatch.setattr(torch, "load", loads)
+    assert refused(tmp_path / "x.pt") == "" and loads.call_count == 1
 
 
 def test_a_type_in_a_file_gets_no_escapes_into_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
