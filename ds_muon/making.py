@@ -10,6 +10,8 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch.distributed as dist
+
 from ds_muon.agree import raise_together
 from ds_muon.failure import place_of
 
@@ -17,7 +19,7 @@ _UNMADE = "No engine is made. If memory cannot be locked, set offload_optimizer.
 
 
 class Making:
-    """The making of engines, one after another. One instance per process: ``making``."""
+    """The making of engines, one after another or one within another. One instance per process: ``making``."""
 
     def __init__(self) -> None:
         self._apart = False  # whether others wait for this rank at the next meeting, whatever becomes of it
@@ -32,7 +34,7 @@ class Making:
         self._apart = False
         raise_together(None)
         yield
-        self._apart = True
+        self._apart = dist.get_world_size() > 1
 
     @contextmanager
     def of_engine(self) -> Iterator[None]:
@@ -42,18 +44,21 @@ class Making:
             Exception: whatever has failed on this rank.
             RuntimeError: another rank has failed. It quotes that rank.
         """
-        self._apart = False
+        # A function of the script's, such as one that builds a scheduler, may make another engine on the way.
+        outer, self._apart = self._apart, False
         error: Exception | None = None
         try:
-            yield
-        except Exception as caught:
-            if not self._apart:  # raised on all ranks, or before they have met
-                raise
-            traceback.clear_frames(caught.__traceback__)  # it may have been for want of memory
-            error = caught
-        if self._apart:
-            self._apart = False
-            raise_together(error, about=_about(error))
+            try:
+                yield
+            except Exception as caught:
+                if not self._apart:  # raised on all ranks, or before they have met
+                    raise
+                traceback.clear_frames(caught.__traceback__)  # it may have been for want of memory
+                error = caught
+            if self._apart:
+                raise_together(error, about=_about(error))
+        finally:
+            self._apart = outer
 
 
 def _about(error: Exception | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
@@ -131,6 +132,38 @@ def test_a_rank_that_fails_while_an_engine_is_made_stops_all_before_there_is_one
         assert said.startswith(f"RuntimeError: rank 1 stopped, and this rank with it. {error}. In initialize, at ")
         assert said.endswith("set offload_optimizer.pin_memory to false")
     assert run_ranks(1, fail_to_begin, config, places) == [errors]
+
+
+def fail_in_a_scheduler(other: dict[str, Any] | None, bad_rank: int) -> tuple[str, bool]:
+    """What is raised if a rank fails as it builds a scheduler, perhaps after another engine; and whether a debugger
+    finds the locals of the function that has failed."""
+
+    def build(optimizer: Any) -> Any:
+        evidence = None if other is None else start(PrescribedGradients(SHAPES), other)
+        if dist.get_rank() == bad_rank:
+            raise NoMemory("none for a scheduler")
+        return torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0, total_iters=evidence is None)
+
+    try:
+        start(PrescribedGradients(SHAPES), ds_config(), lr_scheduler=build)
+        return "nothing", False
+    except Exception as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        return f"{type(error).__name__}: {error}", "evidence" in frame.f_locals
+
+
+ADAMW = {**ds_config(), "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
+
+
+@pytest.mark.parametrize("other", [ds_config(), ADAMW], ids=["DSMuon", "AdamW"])
+def test_a_rank_that_fails_after_an_engine_within_another_s_making_stops_all(other: dict[str, Any]) -> None:
+    (quoted, _), (error, _) = run_ranks(2, fail_in_a_scheduler, other, 1, timeout=60.0)
+    assert error == "NoMemory: none for a scheduler"
+    assert quoted.startswith(f"RuntimeError: rank 1 stopped, and this rank with it. {error}. In initialize, at ")
+
+
+def test_what_fails_on_a_rank_alone_while_an_engine_is_made_keeps_its_locals_for_a_debugger() -> None:
+    assert run_ranks(1, fail_in_a_scheduler, None, 0) == [("NoMemory: none for a scheduler", True)]
 
 
 @in_turns(
