@@ -27,6 +27,7 @@ from ds_muon.update import update_scale
 
 _Batch: TypeAlias = Sequence[tuple[Matrix, Tensor]]
 _Batches: TypeAlias = list[Sequence[int]]
+_Results: TypeAlias = dict[str, Tensor]
 
 
 def in_turns(turns: Sequence[Iterator[None]]) -> None:
@@ -199,7 +200,7 @@ class MuonGroup:
 
         Args:
             turns: ``run_stage`` of this group, perhaps with something before.
-            staged: what it works on.
+            staged: what ``turns`` works on.
             failure: of this rank.
         """
         for turn in (1, 2, 3):
@@ -212,12 +213,12 @@ class MuonGroup:
     def _meet(self, staged: Staged) -> None:
         """Begin the next collective of ``run_stage`` with nothing to give."""
         staged.met += 1
-        there = staged.flags.device
         if staged.met < 3:
             dtype = torch.float32 if staged.met == 1 else self._result_dtype
-            self.exchange.take_part(back=staged.met == 2, dtype=dtype, device=there)
+            self.exchange.take_part(back=staged.met == 2, dtype=dtype, device=staged.flags.device)
         elif self.row_variance is not None and staged.variance is not None:
-            self.row_variance.begin(staged.variance.to(there), staged.flags).agree()  # it may be offloaded
+            here = staged.variance.to(staged.flags.device)  # it may be offloaded
+            self.row_variance.begin(here, staged.flags).agree()
 
     @property
     def _result_dtype(self) -> torch.dtype:
@@ -247,48 +248,45 @@ class MuonGroup:
         if alike := [(elements, scale) for elements, scale in alike if scale != 1.0]:
             torch._foreach_mul_([elements for elements, _ in alike], [scale for _, scale in alike])
 
-    def _update(self, staged: Staged, chosen: _Batches, inputs: _Batch, n_staying: int) -> dict[str, Tensor]:
+    def _update(self, staged: Staged, chosen: _Batches, inputs: _Batch, n_staying: int) -> _Results:
         """Overwrite U with ``s O``, but for matrices that have travelled: of these, return O by name, without ``s``.
 
         Args:
-            staged: of this step.
             chosen: batches, as indices of ``inputs``.
             inputs: matrices, each with the U of its unit.
             n_staying: how many of ``inputs`` have not travelled. They come first.
         """
-        results: dict[str, Tensor] = {}
+        results: _Results = {}
         counted = [([inputs[i] for i in indices], bisect_left(indices, n_staying)) for indices in chosen]
         in_turns([self._update_batch(staged, batch, count, results) for batch, count in counted])
         return results
 
-    def _update_batch(self, staged: Staged, batch: _Batch, count: int, results: dict[str, Tensor]) -> Iterator[None]:
+    def _update_batch(self, staged: Staged, batch: _Batch, count: int, results: _Results) -> Iterator[None]:
         """``_update`` of a batch, of which the first ``count`` have not travelled. Adds to ``results``.
 
         On the host it yields while the batch goes up, and while it comes down.
         """
-        copies, scale, rows = Copies(), self._scale(batch[0][0]), staged.rows
+        copies, scale = Copies(), self._scale(batch[0][0])
         if staged.host is not None:
             travelled = [(m, copies.of(m, unit)) for m, unit in batch[count:]]
             yield from staged.host.update(
-                batch[:count], scale, lambda lifted: self._compute(rows, [*lifted, *travelled], count, results)
+                batch[:count], scale, lambda lifted: self._compute(staged, [*lifted, *travelled], count, results)
             )
             return
         inputs = [(m, copies.of(m, unit)) for m, unit in batch]
-        outputs, factors = self._compute(rows, inputs, count, results)
+        outputs, factors = self._compute(staged, inputs, count, results)
         store_updates(outputs, [u for _, u in inputs[:count]], scale=scale, factors=factors)
         copies.put_back(batch[:count])
 
-    def _compute(
-        self, rows: RowMoments | None, inputs: _Batch, count: int, results: dict[str, Tensor]
-    ) -> tuple[Tensor, Tensor | None]:
+    def _compute(self, staged: Staged, inputs: _Batch, count: int, results: _Results) -> tuple[Tensor, Tensor | None]:
         """O of the first ``count`` matrices, and NorMuon's factors of their rows; None for plain Muon.
 
         Of the others, O times the factors goes to ``results``.
         """
         outputs = self.orthogonalize(inputs)
         factors = None
-        if rows is not None:
-            factors = rows.factors([m.name for m, _ in inputs], outputs, inputs[0][0].layout)
+        if staged.rows is not None:
+            factors = staged.rows.factors([m.name for m, _ in inputs], outputs, inputs[0][0].layout)
         if travelled := inputs[count:]:
             made: Sequence[Tensor] = [u for _, u in travelled]
             if factors is not None:

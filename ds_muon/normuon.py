@@ -89,15 +89,9 @@ class RowMoments:
     staged: Tensor
 
     def factors(self, names: Sequence[str], orthogonal: Tensor, layout: Layout) -> Tensor:
-        """Stage the moments of one batch of matrices and return the factor of each row.
+        """Stage the moments of a batch of O by the names of its matrices; returns the factors of their rows.
 
-        Args:
-            names: the matrices, all of one shape and layout.
-            orthogonal: (len(names), rows, cols) as stored, any float dtype; not modified.
-            layout: of the matrices.
-
-        Returns:
-            See ``advance_row_variance``.
+        Arguments and factors as for ``advance_row_variance``.
         """
         indices = self.places.indices(tuple(names), self.current.device)
         moments = self.current.view(-1)[indices]

@@ -154,7 +154,9 @@ class MuonZeroOptimizer(MuonZeroBase):
             self.overflow = not findings.allow_the_step
             # By now the others commit as well. An error from here on reaches them in their next step, or save.
             with self.failure.holding("commit"):
-                self._global_grad_norm = self._on_device(findings.norm) if self.compute_grad_norm else None
+                # torch.tensor would wait for the device.
+                norm = torch.full((), findings.norm, dtype=torch.float64, device=self.device).float()
+                self._global_grad_norm = norm if self.compute_grad_norm else None
                 if not self.overflow:
                     self.commit(staged, gradients[len(staged) :], findings)
             if self.overflow:
@@ -205,11 +207,7 @@ class MuonZeroOptimizer(MuonZeroBase):
 
     @profiled("stage")
     def stage(self, gradients: Sequence[Tensor], verdict: Verdict) -> list[Staged]:
-        """Move the momentum and turn Muon's gradients, in place, into updates; AdamW's stay. A collective.
-
-        Returns:
-            The updates of each Muon group, on this rank.
-        """
+        """Move the momentum and turn Muon's gradients, in place, into updates, which are returned. A collective."""
         with self.failure.holding("stage"):
             # Nothing is captured in a step that the gradients forbid.
             self._capture.start_step(self.steps, verdict.may_move)
@@ -250,7 +248,6 @@ class MuonZeroOptimizer(MuonZeroBase):
             staged: of each Muon group; overwritten.
             gradients: of each AdamW group. ``gradient_clipping`` scales them, in place, and never Muon's: see
                 docs/how-it-works.md.
-            findings: of this step.
         """
         if (clip := self._adamw_clip(findings)) < 1:
             for gradient in gradients:
@@ -268,10 +265,6 @@ class MuonZeroOptimizer(MuonZeroBase):
         everything = self.optimizer.config.clip_norm_scope == "all"
         norm = findings.norm if everything else findings.norm_of_adamw
         return min(1.0, float(self.clip_grad) / (norm + 1e-6))
-
-    def _on_device(self, number: float) -> Tensor:
-        """``number`` as a 0-d fp32 tensor. ``torch.tensor`` would wait for the device."""
-        return torch.full((), number, dtype=torch.float64, device=self.device).float()
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

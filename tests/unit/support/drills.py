@@ -34,7 +34,7 @@ PLACES: dict[str, tuple[str, int, Where]] = {
     "what comes back": ("stage", 1, lambda zero: (zero.muon_groups[0], "_scale_travellers")),
 }
 COMMIT: dict[str, tuple[str, int, Where]] = {
-    "the norm": ("commit", 1, lambda zero: (zero, "_on_device")),
+    "the clip": ("commit", 1, lambda zero: (zero, "_adamw_clip")),
     "AdamW": ("commit", 1, lambda zero: (zero.optimizer._adamw, "step")),
     "the variances": ("commit", 2, lambda zero: (RowMoments, "commit")),
     "the model's weights": ("commit", 1, lambda zero: (zero, "round_weights")),
