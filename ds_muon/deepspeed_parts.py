@@ -19,6 +19,7 @@ from ds_muon.refusals import SUPPORTED_DEEPSPEED
 ENGINE_METHODS = (
     "_is_supported_optimizer",
     "_configure_distributed_model",
+    "_broadcast_model",
     "_configure_basic_optimizer",
     "_do_optimizer_sanity_check",
     "_configure_zero_optimizer",

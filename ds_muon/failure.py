@@ -17,7 +17,6 @@ from ds_muon.agree import Notice, raise_together
 from ds_muon.refusals import DSMuonRefusal
 from ds_muon.say import log
 
-_UNMADE = "No engine is made. If memory cannot be locked, set offload_optimizer.pin_memory to false"
 _UNMOVED = "Nothing has moved on any rank"
 _STAGED = "No weight has moved on any rank, but momentum may have: load a checkpoint before you go on"
 _LOAD = "load a checkpoint with its optimizer states"
@@ -26,15 +25,14 @@ _TORN = {
     "load_checkpoint": f"Its weights and state are old in part, and new in part: {_LOAD}",
 }
 AFTERMATH = {
-    "initialize": _UNMADE,
     **{"take_gradients": _UNMOVED, "measure": _UNMOVED, "stage": _STAGED, "decide": _STAGED},
     **_TORN,
 }
-"""By what has failed on a rank: the making of its part of an engine, a phase of a step, or a load."""
+"""By what has failed on a rank: a phase of a step, or a load."""
 
 
 class Failure:
-    """The first error of this rank as its engine is made, in a step, or in a load, held until all ranks stop.
+    """The first error of this rank in a step or a load, held until all ranks stop.
 
     A rank alone raises its error where it occurs. What has failed in ``commit`` or a load has torn this rank's weights:
     it stays, and no step or save is made, until a load succeeds. Others may save before they meet in the next step, so
@@ -74,7 +72,9 @@ class Failure:
                 self.error = error if isinstance(error, Exception) else RuntimeError(type(error).__name__)
                 self.torn = phase in _TORN
                 if not isinstance(error, DSMuonRefusal):
-                    self._about = f". In {phase}, step {self.step} since start, at {_place(error)}. {AFTERMATH[phase]}"
+                    self._about = (
+                        f". In {phase}, step {self.step} since start, at {place_of(error)}. {AFTERMATH[phase]}"
+                    )
                     log(f"an error on rank {dist.get_rank(self._process_group)}: {self}")
                 if self.torn and self.notice is not None:
                     self.notice.leave(f"rank {dist.get_rank(self._process_group)} has failed. {self}")
@@ -119,7 +119,7 @@ class Failure:
         raise_together(error, self._process_group, about=about)
 
 
-def _place(error: BaseException) -> str:
+def place_of(error: BaseException) -> str:
     """The innermost function of this package that the error has passed."""
     here = Path(__file__).parent
     frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(here)]

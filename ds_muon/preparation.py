@@ -10,9 +10,10 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from ds_muon.agree import agree, alike, gather, raise_together
+from ds_muon.agree import agree, alike, gather
 from ds_muon.blocks import described
 from ds_muon.config import DSMuonConfig, DSMuonConfigError
+from ds_muon.making import making
 from ds_muon.refusals import DSMuonRefusal, config_refusals, may_differ, model_refusals
 from ds_muon.routing import Routing, RoutingError, check_matches, route
 
@@ -31,29 +32,20 @@ class Prepared:
 
 def prepare(engine: Any, model: nn.Module) -> Prepared:
     """Validate the config, refuse what cannot be trained correctly, route the parameters; agree with all ranks."""
-    prepared: Prepared | None = None
-    error: Exception | None = None
-    try:
-        prepared = _read(engine, model)
-    except Exception as caught:  # whatever it is, no rank may be left waiting
-        error = caught
-    raise_together(error)
-    assert prepared is not None
+    prepared = _read(engine, model)
     scheduler = type(engine.client_lr_scheduler).__name__
-    agree(
-        "settings",
-        {**engine._config._param_dict, "deepspeed.initialize(lr_scheduler=...)": scheduler},
-        "read the same DeepSpeed config",
-        may_differ,
-    )
-    agree("parameters", _routes(prepared.routing), "build the same model")
-    if not alike(prepared.iteration, None):
-        iterations = gather(prepared.iteration, None)
-        rank, iteration = next((i, other) for i, other in enumerate(iterations) if other != iterations[0])
-        raise DSMuonRefusal(
-            f"rank {rank} would run Newton-Schulz by {iteration}, rank 0 by {iterations[0]}: "
-            'set "ns_backend" and "ns_dtype" to what every rank can run'
-        )
+    settings = {**engine._config._param_dict, "deepspeed.initialize(lr_scheduler=...)": scheduler}
+    routes = _routes(prepared.routing)
+    with making.together():
+        agree("settings", settings, "read the same DeepSpeed config", may_differ)
+        agree("parameters", routes, "build the same model")
+        if not alike(prepared.iteration, None):
+            iterations = gather(prepared.iteration, None)
+            rank, iteration = next((i, other) for i, other in enumerate(iterations) if other != iterations[0])
+            raise DSMuonRefusal(
+                f"rank {rank} would run Newton-Schulz by {iteration}, rank 0 by {iterations[0]}: "
+                'set "ns_backend" and "ns_dtype" to what every rank can run'
+            )
     return prepared
 
 

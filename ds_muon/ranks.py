@@ -153,10 +153,9 @@ def _is_noise(line: str) -> bool:
 
 def _launch(arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
     """Run the `deepspeed` launcher to its end, or end it and its ranks with this call or this process."""
-    port = _free_port()
-    leashed = [sys.executable, "-I", "-S", leash.__file__, str(port), str(log.parent)]
-    command = [*leashed, *_LAUNCHER, "--master_port", str(port), "--log_level", "warning", *arguments]
-    with _signals_as_exits(), log.open("wb") as output:
+    with _signals_as_exits(), held_port() as port, log.open("wb") as output:
+        leashed = [sys.executable, "-I", "-S", leash.__file__, str(port), str(log.parent)]
+        command = [*leashed, *_LAUNCHER, "--master_port", str(port), "--log_level", "warning", *arguments]
         # A session of their own: one signal reaches them all, and a terminal's Ctrl-C comes through here only.
         process = subprocess.Popen(
             command,
@@ -190,10 +189,14 @@ def _show_progress(log: BinaryIO) -> None:
             tell(f"{printable(said)} ...", to=sys.stderr)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextmanager
+def held_port() -> Iterator[int]:
+    """A port for the ranks' store to listen on. Inside, the system gives it to nobody who asks for any free port."""
+    with socket.socket() as holder:
+        # Linux lets the store have it all the same, because it sets this as well, and this socket does not listen.
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
 
 
 @contextmanager

@@ -1,9 +1,10 @@
 """Binds DSMuon to DeepSpeed's engine: the only module that changes anything of DeepSpeed's or torch's.
 
-Sixteen methods of ``DeepSpeedEngine`` are wrapped, and the constructors of the schedulers that take one number for all
-param groups. Each wrapper does its part for an engine whose optimizer type is DSMuon, or for a scheduler of DSMuon, and
-for any other does what DeepSpeed or torch does. The modules of the model get a hook for their ``state_dict``. After
-``torch.distributed.init_process_group`` a rank leaves word in the group's store that it has imported this package.
+The constructor of ``DeepSpeedEngine`` is wrapped, seventeen of its methods, and the constructors of the schedulers that
+take one number for all param groups. Each wrapper does its part for an engine whose optimizer type is DSMuon, or for a
+scheduler of DSMuon, and for any other does what DeepSpeed or torch does. The modules of the model get a hook for their
+``state_dict``. After ``torch.distributed.init_process_group`` a rank leaves word in the group's store that it has
+imported this package.
 """
 
 from __future__ import annotations
@@ -12,20 +13,23 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch.distributed as dist
 from deepspeed.runtime import engine as deepspeed_engine
+from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
 from ds_muon import passes
-from ds_muon.agree import RollCall, agree, gather, leave_word, raise_together
+from ds_muon.agree import RollCall, agree, gather, leave_word
 from ds_muon.checkpoints import engine_methods
 from ds_muon.checkpoints.saving import refuse_torn_weights
 from ds_muon.config import OPTIMIZER_TYPE
 from ds_muon.deepspeed_parts import SCHEDULES, check_parts
 from ds_muon.dtypes import DTYPES
 from ds_muon.learning_rates import far_off
+from ds_muon.making import making
 from ds_muon.optimizer import DSMuon
 from ds_muon.orthogonalize import backends
 from ds_muon.param_groups import split_param_groups
@@ -52,6 +56,7 @@ def register() -> None:
     for wrapper in (
         _is_supported_optimizer,
         _configure_distributed_model,
+        _broadcast_model,
         _configure_basic_optimizer,
         _do_optimizer_sanity_check,
         _configure_zero_optimizer,
@@ -62,6 +67,7 @@ def register() -> None:
         *engine_methods.WRAPPERS,
     ):
         _wrap(engine, wrapper.__name__, wrapper)
+    _wrap(engine, "__init__", _make)
     for module, schedules in SCHEDULES:
         for name, schedule in schedules.items():
             _wrap(getattr(module, name), "__init__", functools.partial(build, schedule))
@@ -107,6 +113,20 @@ def _optimizer_of(engine: Any) -> str:
 # ---- the wrappers: `original` is DeepSpeed's method, bound to the engine; those of checkpoints: checkpoints ---
 
 
+def _make(original: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:
+    """Let every rank stop where one fails while the engine is made."""
+    try:
+        with making.of_engine():
+            original(*args, **kwargs)
+    except BaseException:
+        made = vars(engine)
+        if "_ds_muon" in made:  # a script may make another engine of the model, which would call this one's hooks
+            hooks = [made.get("module_forward_pre_hook"), made.get("module_forward_post_hook")]
+            for hook in [*filter(None, hooks), *getattr(made.get("optimizer"), "_grad_acc_hooks", ())]:
+                hook.remove()
+        raise
+
+
 def _is_supported_optimizer(original: Callable[..., bool], engine: Any, optimizer_name: str) -> bool:
     return optimizer_name.lower() == OPTIMIZER_TYPE.lower() or original(optimizer_name)
 
@@ -115,28 +135,27 @@ def _configure_distributed_model(original: Callable[..., None], engine: Any, mod
     """Refuse and route before the model is broadcast: the first point at which collectives are safe."""
     if _uses_dsmuon(engine):
         _roll_call.wait_for_all()
+        with making.together():
+            deepspeed_groups._get_data_parallel_group()  # a collective, before which DeepSpeed would move the model
         engine._ds_muon = prepare(engine, model)
     else:
         _roll_call.pass_by(_optimizer_of(engine))
     original(model)
 
 
+def _broadcast_model(original: Callable[..., None], engine: Any) -> None:
+    with making.together() if _uses_dsmuon(engine) else nullcontext():
+        original()
+
+
 def _configure_basic_optimizer(original: Callable[..., Any], engine: Any, model_parameters: Iterable[Any]) -> Any:
     if not _uses_dsmuon(engine):
         return original(model_parameters)
     config, routing = engine._ds_muon.config, engine._ds_muon.routing
-    groups: list[dict[str, Any]] = []
-    error: Exception | None = None
-    try:
-        groups = split_param_groups(engine.module, model_parameters, routing, config)
-    except Exception as caught:  # whatever it is, no rank may be left waiting
-        error = caught
-    raise_together(error)
-    agree(
-        "param groups",
-        _as_facts(engine, groups),
-        "pass the same model_parameters, in the same order and with the same settings",
-    )
+    groups = split_param_groups(engine.module, model_parameters, routing, config)
+    facts = _as_facts(engine, groups)
+    with making.together():
+        agree("param groups", facts, "pass the same model_parameters, in the same order and with the same settings")
     names = {id(p): name for name, p in engine.module.named_parameters()}
     routing = routing.given({names[id(p)] for group in groups for p in group["params"]})
     _show(routing)
@@ -169,12 +188,7 @@ def _configure_zero_optimizer(original: Callable[..., Any], engine: Any, optimiz
     usual = deepspeed_engine.DeepSpeedZeroOptimizer
     deepspeed_engine.DeepSpeedZeroOptimizer = MuonZeroOptimizer
     try:
-        zero_optimizer = original(optimizer)
-    except BaseException:
-        # A script may make another engine of the model, which would call this one's.
-        engine.module_forward_pre_hook.remove()
-        engine.module_forward_post_hook.remove()
-        raise
+        engine.optimizer = zero_optimizer = original(optimizer)
     finally:
         deepspeed_engine.DeepSpeedZeroOptimizer = usual
     zero_optimizer.failure.notice = notice = _roll_call.notice("torn")
@@ -250,7 +264,8 @@ def _telemetry_every(engine: Any, every: int | None) -> int:
     if every is None and engine.monitor.enabled:
         of_engine = engine.steps_per_print()
         every = int(of_engine) if of_engine and math.isfinite(of_engine) else 100  # Accelerate sets infinity
-    return gather(every or 0, None)[0]
+    with making.together():
+        return gather(every or 0, None)[0]
 
 
 def _scheduler_from_config(original: Callable[..., Any], engine: Any, optimizer: Any) -> Any:
@@ -259,28 +274,23 @@ def _scheduler_from_config(original: Callable[..., Any], engine: Any, optimizer:
 
 
 def _configure_lr_scheduler(original: Callable[..., None], engine: Any) -> None:
-    """Let every rank stop where a scheduler is refused on one, and warn of rates that are far off."""
+    """Refuse a scheduler of another optimizer, or of other rates on a rank, and warn of rates that are far off."""
     optimizer = engine.basic_optimizer
     if not isinstance(optimizer, DSMuon):
         return original()
-    error: Exception | None = None
-    lines: list[str] = []
-    try:
-        original()
-        driven = getattr(engine.lr_scheduler, "optimizer", optimizer)
-        if getattr(driven, "param_groups", optimizer.param_groups) is not optimizer.param_groups:
-            raise DSMuonRefusal(
-                f"lr_scheduler = a {type(engine.lr_scheduler).__name__} of another optimizer, a "
-                f"{type(driven).__name__}, would change no rate of DSMuon's; pass a function that builds one, such as "
-                "lr_scheduler=lambda optimizer: LambdaLR(optimizer, ...)"
-            )
-        lines = far_off(highest_rates(engine.lr_scheduler, optimizer), optimizer.configured_rates, optimizer.config)
-    except Exception as caught:  # whatever it is, no rank may be left waiting
-        error = caught
-    raise_together(error)
+    original()
+    driven = getattr(engine.lr_scheduler, "optimizer", optimizer)
+    if getattr(driven, "param_groups", optimizer.param_groups) is not optimizer.param_groups:
+        raise DSMuonRefusal(
+            f"lr_scheduler = a {type(engine.lr_scheduler).__name__} of another optimizer, a "
+            f"{type(driven).__name__}, would change no rate of DSMuon's; pass a function that builds one, such as "
+            "lr_scheduler=lambda optimizer: LambdaLR(optimizer, ...)"
+        )
+    lines = far_off(highest_rates(engine.lr_scheduler, optimizer), optimizer.configured_rates, optimizer.config)
     # Of a function that builds a scheduler, or of one that is passed, ranks can only compare what it does.
     rates = {group["name"]: {"lr": group["lr"]} for group in optimizer.param_groups}
-    agree("learning rates at the start", rates, "pass the same lr_scheduler")
+    with making.together():
+        agree("learning rates at the start", rates, "pass the same lr_scheduler")
     if dist.get_rank() == 0:
         for line in lines:
             log(line)

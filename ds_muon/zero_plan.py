@@ -11,6 +11,7 @@ from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 
 from ds_muon.agree import alike
 from ds_muon.exchange import element_bytes
+from ds_muon.making import making
 from ds_muon.orthogonalize import NewtonSchulz
 from ds_muon.plan.partition import Plan, make_plan
 from ds_muon.plan.rates import RATES
@@ -69,5 +70,6 @@ def _ranks_per_node(process_group: dist.ProcessGroup) -> int:
     """As the launcher says; 0 if it does not, or nodes differ. A collective."""
     said = (os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"))
     here = next((int(number) for number in said if number.isdecimal()), 0)
-    same = alike(str(here), process_group)
+    with making.together():
+        same = alike(str(here), process_group)
     return here if same and dist.get_world_size(process_group) == dist.get_world_size() else 0

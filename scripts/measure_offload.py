@@ -20,7 +20,6 @@ import argparse
 import json
 import os
 import resource
-import socket
 import statistics
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_muon.plan_cost import GPTS
+from ds_muon.ranks import held_port
 
 RATES = {"lr": 0.02, "adam_lr": 3e-4}
 ON_HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
@@ -231,13 +231,10 @@ def loops(elements: int, rounds: int = 4) -> dict[str, float]:
 
 def in_a_process(options: argparse.Namespace, **changes: Any) -> dict[str, Any]:
     """What ``measure`` finds, or {"problem": why not}."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     environment = {
         "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
         **os.environ,
-        **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+        **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"},
     }
     settings = {**vars(options), **changes}
     command = [sys.executable, __file__]
@@ -246,9 +243,11 @@ def in_a_process(options: argparse.Namespace, **changes: Any) -> dict[str, Any]:
     if settings["trace"] is not None:
         command += ["--trace", str(settings["trace"])]
     try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, timeout=options.limit, text=True, check=False
-        )
+        with held_port() as port:
+            environment["MASTER_PORT"] = str(port)
+            done = subprocess.run(
+                command, env=environment, capture_output=True, timeout=options.limit, text=True, check=False
+            )
     except subprocess.TimeoutExpired:
         return {"problem": f"not finished in {options.limit:g} s"}
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]

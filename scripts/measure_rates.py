@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import socket
 import statistics
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import product
 from multiprocessing import get_context
@@ -30,6 +30,7 @@ from small_training import be_the_only_rank, engine_config, measure_or_publish, 
 from torch import Tensor, nn
 
 from ds_muon.files import write_text
+from ds_muon.ranks import held_port
 from ds_muon.sample.gpt import GPT, GPTConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -108,6 +109,7 @@ def jobs() -> list[Job]:
 
 _scale: Scale
 _folder: Path
+_held = ExitStack()
 
 
 def prepare(scale: Scale, folder: str) -> None:
@@ -115,10 +117,7 @@ def prepare(scale: Scale, folder: str) -> None:
     global _scale, _folder
     _scale, _folder = scale, Path(folder)
     torch.set_num_threads(1)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    be_the_only_rank(port)
+    be_the_only_rank(_held.enter_context(held_port()))
 
 
 def learned(optimizer: str) -> Path:

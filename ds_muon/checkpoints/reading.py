@@ -6,9 +6,13 @@ import re
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import date, datetime, time, timedelta, timezone
+from fractions import Fraction
 from pathlib import Path
 from pickle import UnpicklingError
+from types import SimpleNamespace
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 import torch
@@ -16,6 +20,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint, safe_globals
+from torch.torch_version import TorchVersion
 
 from ds_muon.say import printable
 
@@ -32,7 +37,10 @@ _KINDS = np.typecodes["All"].translate({ord(kind): None for kind in "OV"})
 _DTYPES = [np.ndarray, np.dtype, *{type(np.dtype(kind)) for kind in _KINDS}]
 # Arguments may be paths, whose module has another name in Python 3.13.
 _PATHS = [(type(Path()), f"{module}.{type(Path()).__name__}") for module in ("pathlib", "pathlib._local")]
-_TYPES = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address, Namespace, *_PATHS, *_OF_NUMPY, *_DTYPES]
+# Of Python's own. Torch fills no other list than list, and no defaultdict.
+_VALUES = [frozenset, range, slice, date, datetime, time, timedelta, timezone, Fraction, UUID]
+_OF_DEEPSPEED = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+_TYPES = [*_OF_DEEPSPEED, *_VALUES, Namespace, SimpleNamespace, TorchVersion, *_PATHS, *_OF_NUMPY, *_DTYPES]
 
 
 def read_file(path: Path, *, trusted: bool = False, mapped: bool = True) -> dict[str, Any]:
@@ -68,15 +76,15 @@ def refused(path: Path) -> str:
     """Why ``read_file`` will refuse a file that torch has just written; empty if it will not. Never raises."""
     types: list[str] = []
     with _allowed(), suppress(Exception):  # a file system may map no files
-        with suppress(UnpicklingError):
-            types = get_unsafe_globals_in_checkpoint(path)
         try:
             torch.load(path, mmap=True, map_location="cpu", weights_only=True)
-        except UnpicklingError as error:  # some have no name there, as a dtype of numpy's
-            name = _refused_type(error)
-            if name is None and not types:
+        except UnpicklingError as error:
+            name = _refused_type(error)  # the first; some are not among those below, as a dtype of numpy's
+            types = [] if name is None else [name]
+            with suppress(UnpicklingError):
+                types = get_unsafe_globals_in_checkpoint(path) or types
+            if not types:
                 return _reason(error)
-            types = types or [str(name)]
     if not types:
         return ""
     return (

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.support.launched import ROOT, free_port, run
+from tests.unit.support.launched import ROOT, run
 
 # Makes six steps, on the same samples at any number of ranks; saves after three, or goes on from there.
 RESUMING = """
@@ -61,16 +61,8 @@ def resuming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
     monkeypatch.chdir(tmp_path)
 
     def launched(ranks: int, **environment: str) -> list[Any]:
-        launcher = [
-            sys.executable,
-            "-m",
-            "deepspeed.launcher.runner",
-            "--num_accelerators",
-            str(ranks),
-            "--master_port",
-            free_port(),
-        ]
-        return run(*launcher, "train.py", **environment)
+        launcher = ["deepspeed.launcher.runner", "--num_accelerators", str(ranks), "--master_port", "PORT"]
+        return run(sys.executable, "-m", *launcher, "train.py", **environment)
 
     return launched
 

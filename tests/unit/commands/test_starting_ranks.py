@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import BinaryIO
 
 import pytest
+from torch.distributed import TCPStore
 
 from ds_muon import ranks
-from ds_muon.ranks import END_OF_FAILURE, FAILED, PROGRESS, RanksFailed, describe_failure, placement, run_ranks
+from ds_muon.ranks import (
+    END_OF_FAILURE,
+    FAILED,
+    PROGRESS,
+    RanksFailed,
+    describe_failure,
+    held_port,
+    placement,
+    run_ranks,
+)
 from tests.unit.support.processes import marked, processes_with, within
 
 
@@ -87,8 +99,8 @@ def test_what_was_launched_ends_with_the_process_that_launched_it(
     lines = ["import os, signal, time", "signal.signal(signal.SIGTERM, signal.SIG_IGN)", "os.fork()", "time.sleep(600)"]
     monkeypatch.setattr(ranks, "_LAUNCHER", (sys.executable, "-c", "\n".join(lines)))
     monkeypatch.setattr(ranks, "_PATIENCE_SECONDS", 0.5)
-    port = ranks._free_port()
-    monkeypatch.setattr(ranks, "_free_port", lambda: port)
+    with ranks.held_port() as port:
+        monkeypatch.setattr(ranks, "held_port", lambda: nullcontext(port))
     folder, mark = tmp_path / "run", str(tmp_path)
     folder.mkdir()
     buffer = Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_test_{port}_0")
@@ -109,6 +121,17 @@ def test_what_was_launched_ends_with_the_process_that_launched_it(
         buffer.unlink(missing_ok=True)
         for process in processes_with(mark):
             os.kill(process, signal.SIGKILL)
+
+
+def test_a_port_is_for_the_ranks_alone() -> None:
+    with ExitStack() as stack:
+        held = [stack.enter_context(held_port()) for _ in range(9)]
+        assert len(set(held)) == 9
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", held[0]))
+        store = TCPStore("127.0.0.1", held[0], is_master=True, wait_for_workers=False)
+        store.set("word", "heard")
+        assert TCPStore("127.0.0.1", held[0]).get("word") == b"heard"
 
 
 def test_what_was_launched_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

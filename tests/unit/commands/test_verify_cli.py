@@ -9,11 +9,10 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
@@ -297,7 +296,7 @@ def verify(folder: Path, *options: str, port: int | None = None) -> subprocess.C
         for name, value in environment().items():
             patch.setenv(name, value)
         if port is not None:
-            patch.setattr(ranks, "_free_port", lambda: port)
+            patch.setattr(ranks, "held_port", lambda: nullcontext(port))
         code = cli.main(["verify", *options])
     return subprocess.CompletedProcess(options, code, stdout.getvalue(), stderr.getvalue())
 
@@ -308,16 +307,10 @@ def config(folder: Path, **zero: Any) -> str:
     return str(path)
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 @pytest.fixture
 def port() -> Any:
-    number = free_port()
-    yield number
+    with ranks.held_port() as number:
+        yield str(number)
     for leftover in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{number}_*"):
         leftover.unlink(missing_ok=True)
 

@@ -6,15 +6,21 @@ import re
 import sys
 from argparse import Namespace
 from collections import OrderedDict
+from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
+from uuid import UUID
 
 import numpy as np
 import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 
+from ds_muon.checkpoints import reading
 from ds_muon.checkpoints.reading import below, read_file, refused
 from ds_muon.checkpoints.universal import file_of
 from tests.unit.support.checkpoints import Code
@@ -43,7 +49,9 @@ def test_what_checkpoints_hold_is_read(tmp_path: Path) -> None:
     "value",
     [
         np.float64(1) < 2, np.array([True, False]), np.complex64(1j), np.array(["a", "bc"]), np.array([b"a"]),
-        np.datetime64("2026-01-01"), Namespace(out=Path("a/b"), steps=3), Path("/a"),
+        np.datetime64("2026-01-01"), Namespace(out=Path("a/b"), steps=3), Path("/a"), frozenset([1]), range(3),
+        slice(2), Fraction(1, 3), UUID(int=7), torch.__version__,
+        date(2026, 1, 1), datetime(2026, 1, 1, 12, tzinfo=timezone.utc), time(12), timedelta(1), SimpleNamespace(a=1),
     ],
 )  # fmt: skip
 def test_what_scripts_keep_is_read_and_nothing_is_said_of_it(tmp_path: Path, value: Any) -> None:
@@ -110,6 +118,14 @@ def test_what_loading_will_refuse_is_known_when_it_has_been_written(tmp_path: Pa
         assert why and (why in str(error) or why.rpartition(": ")[2] in str(error))
     else:
         assert why == ""
+
+
+def test_a_file_of_plain_values_is_looked_through_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "get_unsafe_globals_in_checkpoint", None)
+    torch.save({"t": torch.ones(2), "args": {"steps": 3}}, tmp_path / "x.pt")
+    loads = mock.Mock(wraps=torch.load)
+    monkeypatch.setattr(torch, "load", loads)
+    assert refused(tmp_path / "x.pt") == "" and loads.call_count == 1
 
 
 def test_a_type_in_a_file_gets_no_escapes_into_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import textwrap
 import time
+from contextlib import ExitStack
 from copy import deepcopy
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ds_muon import agree, refusals
+from ds_muon.ranks import held_port
 from tests.unit.support.models import PrescribedGradients, ds_config, start
 from tests.unit.support.ranks import DEVICE, RankFailure, run_ranks
 
@@ -309,24 +310,21 @@ def test_ranks_end_within_a_minute_where_one_of_them_does_not_import_ds_muon(tmp
         }
         deepspeed.initialize(model=torch.nn.Linear(8, 8), config=config)
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(script), str(rank)],
-            env={**os.environ, **address, "RANK": str(rank), "LOCAL_RANK": str(rank), "DS_ACCELERATOR": "cpu"},
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [rank.communicate(timeout=100)[1] for rank in ranks]
-    finally:
+    with held_port() as port, ExitStack() as stack:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", textwrap.dedent(script), str(rank)],
+                env={**os.environ, **address, "RANK": str(rank), "LOCAL_RANK": str(rank), "DS_ACCELERATOR": "cpu"},
+                stderr=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                text=True,
+            )
+            for rank in range(2)
+        ]
         for rank in ranks:
-            rank.kill()
+            stack.callback(rank.kill)
+        errors = [rank.communicate(timeout=100)[1] for rank in ranks]
     assert all(rank.returncode for rank in ranks)
     assert "ranks [1] have not imported ds_muon" in errors[0]
 

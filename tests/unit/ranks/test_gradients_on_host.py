@@ -1,7 +1,8 @@
-"""What a script does to gradients that are on the host: read, set, written and repaired, as without offload."""
+"""Gradients under CPU offload: where they lie after the backward pass, and what scripts do to them before the step."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 from torch import Tensor
 
@@ -22,7 +24,67 @@ from tests.unit.support.steps import SHAPES, exact_gradients
 
 pytestmark = pytest.mark.ranks
 
-ADAMWS = ("p7", "p8")
+
+def where_things_are(config: dict[str, Any]) -> dict[str, Any]:
+    """The types of device of what lives long, and whether the host's is pinned, before a step and after it."""
+    engine = start(PrescribedGradients(SHAPES), config)
+    engine.backward(engine(exact_gradients(SHAPES, 0, engine.device)))
+    zero, found = engine.optimizer, {}
+    found["left on the model"] = [name for name, p in engine.module.named_parameters() if p.grad is not None]
+    averaged = [safe_get_full_grad(p).cpu() for p in engine.module.parameters()]
+    world_size = torch.distributed.get_world_size()
+    expected = exact_gradients(SHAPES, 0, torch.device("cpu"))
+    found["right"] = torch.distributed.get_rank() > 0 or all(
+        torch.equal(a, e / world_size) for a, e in zip(averaged, expected, strict=True)
+    )
+    engine.step()
+    flats = zero.single_partition_of_fp32_groups
+    states = [state[key] for state in zero.optimizer.state.values() for key in state if key != "row_variance"]
+    found["host"] = {tensor.device.type for tensor in [*flats, *states, *(flat.grad for flat in flats)]}
+    found["pinned"] = {flat.grad.is_pinned() for flat in flats}
+    found["kept beside"] = zero.param_buffer_of_bit16_for_cpu_offload_groups
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_gradients_are_on_the_host_after_backward_and_all_state_always(pinned: bool) -> None:
+    section = {"offload_optimizer": {"device": "cpu", "pin_memory": pinned}}
+    on_gpu = get_accelerator().device_name() != "cpu"
+    for found in run_ranks(2, where_things_are, ds_config({"variant": "normuon"}, zero=section)):
+        assert found == {
+            "left on the model": [],
+            "right": True,
+            "host": {"cpu"},
+            "pinned": {pinned and on_gpu},
+            "kept beside": [],
+        }
+
+
+def pinned_by(config: dict[str, Any]) -> tuple[list[int], list[int], bool]:
+    """Bytes of what is pinned while an engine is made, and of the gradients; and whether the engine says so."""
+    accelerator, found = get_accelerator(), []
+
+    def counted(original: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        found.append(tensor.nbytes)
+        return original(tensor, *args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        for name in ("pin_memory", "pin_empty_like"):
+            original = getattr(accelerator, name)
+            stack.enter_context(mock.patch.object(accelerator, name, partial(counted, original)))
+        engine = start(PrescribedGradients(SHAPES), config)
+    zero = engine.optimizer
+    gradients = [flat.grad.nbytes for flat in zero.single_partition_of_fp32_groups]
+    engine.destroy()
+    return found, gradients, zero.cpu_offload_pin_memory
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_of_the_hosts_memory_only_gradients_are_pinned_because_only_they_are_copied_to(pinned: bool) -> None:
+    section = {"offload_optimizer": {"device": "cpu", "pin_memory": pinned}}
+    for found, gradients, says in run_ranks(2, pinned_by, ds_config(zero=section, dtype="bfloat16")):
+        assert found == gradients * pinned and says is pinned
 
 
 def set_by_a_script(config: dict[str, Any], how: str) -> tuple[dict[str, Any], list[int]]:
@@ -63,7 +125,7 @@ def test_the_host_reads_gradients_before_they_move_only_if_a_script_has_set_them
         run_ranks(2, set_by_a_script, ds_config({"weight_decay": 0.1}, gradient_clipping=0.5), "set"),
         strict=True,
     ):
-        assert_same(found, expected, of_adamw=ADAMWS)
+        assert_same(found, expected, of_adamw=("p7", "p8"))
     assert any(read for _, read in set_on_host)
     (left, read), (untouched, _) = (run_ranks(1, set_by_a_script, config, how)[0] for how in ("written", ""))
     assert read and left["norm"] == pytest.approx(untouched["norm"] / 4)
@@ -92,7 +154,7 @@ def test_sums_in_fp32_are_read_and_set_before_the_step_whoever_ends_it(managed: 
         run_ranks(2, set_by_a_script, ds_config({"weight_decay": 0.1}, zero=zero, **of_run), "set")[0]
         for zero in (ON_HOST, {})
     )
-    assert_same(found, expected, of_adamw=ADAMWS)
+    assert_same(found, expected, of_adamw=("p7", "p8"))
     for zero in () if managed else (ON_HOST, {}):  # at stage 1 a script's own have not been averaged before the step
         with pytest.raises(RankFailure, match="only available immediately after backward"):
             run_ranks(1, set_by_a_script, ds_config(stage=1, zero=zero, **of_run), "set")

@@ -6,7 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -84,39 +84,53 @@ def averaged(step: int) -> dict[str, Tensor]:
 ON_HOST = {"offload_optimizer": {"device": "cpu"}}
 
 
-def fail_to_begin(config: dict[str, Any], place: str) -> str:
-    """What is raised on this rank if the last one has no memory for its part of an engine; then the model gets one."""
-    model = PrescribedGradients(SHAPES)
-    with ExitStack() as stack:
-        if dist.get_rank() == dist.get_world_size() - 1:
-            stack.enter_context(mock.patch(place, side_effect=NoMemory("none")))
-        try:
-            start(model, config)
-            raised = "nothing"
-        except Exception as error:
-            raised = f"{type(error).__name__}: {error}"
+# What may fail on one rank while an engine is made, in order; the model is moved first, then DeepSpeed makes the rest.
+TO_BEGIN = (
+    "ds_muon.registration.prepare",
+    "torch.nn.Module.to",
+    "ds_muon.registration.split_param_groups",
+    "ds_muon.registration.DSMuon",
+    "ds_muon.optimizer.DSMuon.init_state",
+    "ds_muon.zero_plan.flat_layout",
+    "ds_muon.zero_plan.make_plan",
+    "ds_muon.zero.MuonGroup",
+    "ds_muon.registration.refuse_torn_weights",
+    "ds_muon.telemetry.Telemetry",
+    "ds_muon.registration.far_off",
+    "deepspeed.runtime.engine.EngineTimers",
+)
+TO_BEGIN_ON_HOST = ("ds_muon.passes.lift.Lift.__init__", "ds_muon.optimizer.DSMuon.init_state")
+
+
+def fail_to_begin(config: dict[str, Any], places: Sequence[str]) -> list[str]:
+    """What is raised on this rank if the last one fails at a place of an engine's making; then the model gets one."""
+    model, raised = PrescribedGradients(SHAPES), []
+    for place in places:
+        with ExitStack() as stack:
+            if dist.get_rank() == dist.get_world_size() - 1:
+                stack.enter_context(mock.patch(place, side_effect=NoMemory(f"none for {place}")))
+            try:
+                start(model, config)
+                raised.append("nothing")
+            except Exception as error:
+                raised.append(f"{type(error).__name__}: {error}")
     engine = start(model, config)
     train_step(engine, gradients_of(engine, 0))
     engine.destroy()
     return raised
 
 
-@pytest.mark.parametrize(
-    ("place", "zero"),
-    [
-        ("ds_muon.passes.lift.Lift.__init__", ON_HOST),
-        ("ds_muon.optimizer.DSMuon.init_state", ON_HOST),
-        ("ds_muon.optimizer.DSMuon.init_state", {}),
-    ],
-)
-def test_a_rank_without_memory_for_its_part_stops_all_before_there_is_an_engine(
-    place: str, zero: dict[str, Any]
+@pytest.mark.parametrize(("places", "zero"), [(TO_BEGIN, {}), (TO_BEGIN_ON_HOST, ON_HOST)], ids=["device", "host"])
+def test_a_rank_that_fails_while_an_engine_is_made_stops_all_before_there_is_one(
+    places: Sequence[str], zero: dict[str, Any]
 ) -> None:
-    quoted, error = run_ranks(2, fail_to_begin, ds_config(zero=zero), place, timeout=60.0)
-    assert error == "NoMemory: none"
-    assert quoted.startswith("RuntimeError: rank 1 stopped, and this rank with it. NoMemory: none. In initialize, ")
-    assert quoted.endswith("set offload_optimizer.pin_memory to false")
-    assert run_ranks(1, fail_to_begin, ds_config(zero=zero), place) == [error]
+    config = ds_config({"telemetry_every": 1}, zero=zero)
+    quoted, errors = run_ranks(2, fail_to_begin, config, places, timeout=60.0)
+    assert errors == [f"NoMemory: none for {place}" for place in places]
+    for said, error in zip(quoted, errors, strict=True):
+        assert said.startswith(f"RuntimeError: rank 1 stopped, and this rank with it. {error}. In initialize, at ")
+        assert said.endswith("set offload_optimizer.pin_memory to false")
+    assert run_ranks(1, fail_to_begin, config, places) == [errors]
 
 
 @in_turns(

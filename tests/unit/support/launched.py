@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 from pathlib import Path
 from typing import Any
+
+from ds_muon.ranks import held_port
 
 ROOT = Path(__file__).parents[3]
 
@@ -46,22 +47,19 @@ def found_on(ranks: int) -> list[Any]:
 
 
 def run(*command: str, **environment: str) -> list[Any]:
+    """What the script prints. PORT in the command is the port that the environment names, and nobody else has."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        command,
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    ours = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
+    with held_port() as port:
+        done = subprocess.run(
+            [str(port) if word == "PORT" else word for word in command],
+            env={**os.environ, "MASTER_PORT": str(port), **ours},
+            capture_output=True,
+            text=True,
+            timeout=180,
+        )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith('["'))
     found = json.loads(line)
     assert isinstance(found, list)
     return found
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])

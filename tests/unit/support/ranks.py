@@ -14,16 +14,18 @@ import atexit
 import multiprocessing as mp
 import os
 import pickle
-import socket
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+
+from ds_muon.ranks import held_port
 
 DEVICE = os.environ.get("DS_MUON_TEST_DEVICE", "cpu")
 if DEVICE == "cpu":
@@ -49,9 +51,8 @@ class _Workers:
         context = mp.get_context("forkserver")
         # The server imports these once; every worker is forked from it.
         context.set_forkserver_preload([*PRELOADED])
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self._holding = ExitStack()
+        self.port = self._holding.enter_context(held_port())
         self.connections: list[Connection] = []
         self.processes = []
         for rank in range(world_size):
@@ -92,6 +93,7 @@ class _Workers:
             process.kill()
         for process in self.processes:
             process.join(10)
+        self._holding.close()
         # DeepSpeed's CPU ranks leave 64 MiB each here.
         for leftover in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*{self.port}*"):
             leftover.unlink(missing_ok=True)
