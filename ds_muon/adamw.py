@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -41,42 +41,46 @@ class AdamW:
             group.update(others)
 
     def step(
-        self, groups: list[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]], host_passes: ModuleType | None
+        self,
+        groups: list[dict[str, Any]],
+        gradients: Sequence[Tensor],
+        state: Mapping[Tensor, dict[str, Any]],
+        host_passes: ModuleType | None,
     ) -> None:
-        """Apply ``.grad``. Modifies the partitions and their state.
+        """Apply gradients. Modifies the partitions and their state.
 
         Args:
             groups: all of AdamW's.
+            gradients: (partition_size,) fp32 for each group.
             state: of their partitions.
             host_passes: compiled passes, if the partitions are on the host and these can be had.
         """
         if host_passes is None:
-            self._torch.param_groups, self._torch.state = _in_pieces(groups, state)
+            self._torch.param_groups, self._torch.state = _in_pieces(groups, gradients, state)
             self._torch.step()
             return
-        for group in groups:
+        for group, gradient in zip(groups, gradients, strict=True):
             (p,) = group["params"]
             of_p = state[p]
             of_p["step"] += 1
             settings = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
-            host_passes.adamw_(p, p.grad, of_p["exp_avg"], of_p["exp_avg_sq"], step=float(of_p["step"]), **settings)
+            host_passes.adamw_(p, gradient, of_p["exp_avg"], of_p["exp_avg_sq"], step=float(of_p["step"]), **settings)
 
 
 def _in_pieces(
-    groups: list[dict[str, Any]], state: Mapping[Tensor, dict[str, Tensor]]
+    groups: list[dict[str, Any]], gradients: Sequence[Tensor], state: Mapping[Tensor, dict[str, Tensor]]
 ) -> tuple[list[dict[str, Any]], defaultdict[Tensor, dict[str, Tensor]]]:
-    """AdamW's groups and their state, as views of at most ``LARGEST_IN_LIST`` elements; on a CPU, that fit its caches.
+    """AdamW's groups and state, as views of at most ``LARGEST_IN_LIST`` elements; on a CPU, that fit its caches.
 
     AdamW is elementwise, so the views get the bits of the whole. The group's ``step`` must advance once: the first view
     has it, the others have copies.
     """
     new_groups: list[dict[str, Any]] = []
     new_state: defaultdict[Tensor, dict[str, Tensor]] = defaultdict(dict)
-    for group in groups:
+    for group, whole in zip(groups, gradients, strict=True):
         (p,) = group["params"]
-        assert p.grad is not None, "all groups are stepped together"
         step = state[p]["step"]
-        flat = (p.detach(), p.grad, state[p]["exp_avg"], state[p]["exp_avg_sq"])
+        flat = (p.detach(), whole, state[p]["exp_avg"], state[p]["exp_avg_sq"])
         most = min(LARGEST_IN_LIST, chunk_on(p.device)) if p.device.type == "cpu" else LARGEST_IN_LIST
         pieces = list(zip(*(torch.split(tensor, most) for tensor in flat), strict=True))
         for i, (piece, gradient, exp_avg, exp_avg_sq) in enumerate(pieces):

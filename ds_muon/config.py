@@ -79,9 +79,9 @@ class DSMuonConfigError(ValueError):
 
 
 class DSMuonConfig(BaseModel):
-    """All keys of ``optimizer.params``; see docs/options.md for their meaning.
+    """All keys of ``optimizer.params``, made by ``parse``; see docs/options.md for their meaning.
 
-    A description completes the sentence "set ..." of an error message.
+    A field's description completes the sentence "set ..." of an error message.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

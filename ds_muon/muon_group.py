@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeAlias
 
@@ -14,8 +15,8 @@ from torch import Tensor
 from ds_muon.capture import NanCapture
 from ds_muon.exchange import Exchange, result_dtype
 from ds_muon.failure import Failure
-from ds_muon.normuon import RowVariance
-from ds_muon.offload import STAGING_BYTES, Ferry, HostPart
+from ds_muon.normuon import RowMoments, RowVariance
+from ds_muon.offload import STAGING_BYTES, Ferry, HostPart, Stretch
 from ds_muon.orthogonalize import NewtonSchulz, batches, orthogonalize_batch
 from ds_muon.passes import Held, Moves, Segments, store_updates, sum_of_squares
 from ds_muon.plan.partition import GroupPlan, Matrix, Unit
@@ -26,6 +27,7 @@ from ds_muon.update import update_scale
 
 _Batch: TypeAlias = Sequence[tuple[Matrix, Tensor]]
 _Batches: TypeAlias = list[Sequence[int]]
+_Results: TypeAlias = dict[str, Tensor]
 
 
 def in_turns(turns: Sequence[Iterator[None]]) -> None:
@@ -41,6 +43,38 @@ def in_turns(turns: Sequence[Iterator[None]]) -> None:
         for i in (newest, newest - 1, newest - 2):
             if 0 <= i < len(turns):
                 next(turns[i], None)
+
+
+@dataclass(eq=False)
+class Staged:
+    """A Muon group's partition on one rank in the course of one step: its gradient, then U, then its updates.
+
+    Attributes:
+        flat: (partition_size,) fp32, overwritten as the step goes on: in the end with ``s O``, on the host with what
+            ``HostPart`` says. Empty on a rank that has failed to take its gradient.
+        flags: (matrices,) bool, whether each of the plan's matrices moves. If not, its U is zero.
+        variance: (rows, 1) fp32, NorMuon's state; None for plain Muon.
+        moves: ``flags`` of the matrices in this partition; None for all.
+        rows: NorMuon's, from the beginning of the stage.
+        host: what becomes of a partition on the host.
+        met: collectives that have begun.
+    """
+
+    flat: Tensor
+    flags: Tensor
+    variance: Tensor | None = None
+    moves: Moves | None = None
+    rows: RowMoments | None = None
+    host: HostPart | None = None
+    met: int = 0
+
+    def updates(self) -> Sequence[Stretch]:
+        """The whole partition, in order."""
+        return [Stretch(0, self.flat)] if self.host is None else self.host.stretches()
+
+    def sizes(self) -> Tensor:
+        """What is finite exactly if all updates are. On the host, a number of each batch."""
+        return self.flat if self.host is None else self.host.sizes()
 
 
 class MuonGroup:
@@ -76,8 +110,6 @@ class MuonGroup:
         """Where the rows of NorMuon's state lie; None for plain Muon."""
         self.held = plan.held(rank)
         """Each unit that this rank holds a slice of, with that slice."""
-        self.host_part: HostPart | None = None
-        """What this step's updates have left in a partition on the host."""
         self._settings = settings
         self._adjust_lr_fn = adjust_lr_fn
         self._capture = capture
@@ -94,7 +126,6 @@ class MuonGroup:
         self._runs = _runs(self._staying)
         self._order: tuple[_Batches, _Batches, _Batches] | None = None
         self._scales: dict[str, Tensor] = {}
-        self._met = 0  # collectives of this step that have begun
 
     def squares(self, partition: Tensor, known: Tensor | None = None) -> Tensor:
         """For each of the plan's matrices, the sum of squares of this rank's part: (matrices,) fp64 on the device.
@@ -108,9 +139,9 @@ class MuonGroup:
         squares[self._here] = here
         return squares
 
-    def moves_here(self, partition: Tensor, moves: Tensor) -> Moves:
-        """``moves``, a flag for each of the plan's matrices, cut to those in this rank's partition."""
-        return Moves(self._segments_of(partition), moves[self._here])
+    def moves_here(self, partition: Tensor, flags: Tensor) -> Moves:
+        """``flags``, one for each of the plan's matrices, cut to those in this rank's partition."""
+        return Moves(self._segments_of(partition), flags[self._here])
 
     def _segments_of(self, partition: Tensor) -> Segments:
         if self._segments is None or self._segments.bounds.device != partition.device:
@@ -122,31 +153,22 @@ class MuonGroup:
         first, last = (bisect_left(self.held, element, key=lambda of: of[1].offset) for element in (start, end))
         return [Held(unit.piece, part.start, part.offset - start, part.numel) for unit, part in self.held[first:last]]
 
-    def run_stage(
-        self,
-        partition: Tensor,
-        variance: Tensor | None,
-        moves: Tensor,
-        advance: Callable[..., None] | None = None,
-    ) -> Iterator[None]:
+    def run_stage(self, staged: Staged) -> Iterator[None]:
         """Overwrite U with the update ``s O`` (on the host: see ``HostPart``); padding stays zero. A collective.
 
         Yields twice, while slices travel: the work of another group can hide that, see ``in_turns``. With NorMuon,
         normalizes the rows of O and stages their new variances for ``commit``.
 
         Args:
-            partition: (partition_size,) fp32; not to be touched until this has ended.
-            variance: (rows, 1) fp32, NorMuon's current state; not modified. None for plain Muon.
-            moves: (matrices,) bool, whether each of the plan's matrices moves. If not, its U is zero.
-            advance: as ``HostPart`` takes it; needed on the host, where ``host_part`` then has the updates.
+            staged: with U, or on the host what makes it; not to be touched until this has ended.
         """
-        if advance is not None and self._ferry is not None:
-            self.host_part = HostPart(partition, advance, self._ferry)
-            self.host_part.advance([partition.narrow(0, part.offset, part.numel) for _, part in self._travelling])
+        partition = staged.flat
+        if staged.host is not None:
+            staged.host.advance([partition.narrow(0, part.offset, part.numel) for _, part in self._travelling])
         gathering = self.exchange.gather(partition)
-        self._met = 1
-        if self.row_variance is not None and variance is not None:
-            self.row_variance.begin(variance, moves)
+        staged.met = 1
+        if self.row_variance is not None and staged.variance is not None:
+            staged.rows = self.row_variance.begin(staged.variance, staged.flags)
         yield  # slices of U are on their way to the ranks that own their matrices
 
         staying = self._inputs(partition)
@@ -155,51 +177,48 @@ class MuonGroup:
         if self._order is None:
             # While one batch is orthogonalized, the next goes up from the host.
             most = None if self._ferry is None else STAGING_BYTES // 2
-            self._order = order_batches([m for m, _ in inputs], len(staying), self._settings, moves.device, most)
+            self._order = order_batches([m for m, _ in inputs], len(staying), self._settings, staged.flags.device, most)
         before, together, after = self._order
-        self._update(before, inputs, len(staying))
+        self._update(staged, before, inputs, len(staying))
         gathering.wait()
-        results = self._update(together, inputs, len(staying))
+        results = self._update(staged, together, inputs, len(staying))
         outputs = [assembled(unit, results, self._result_dtype) for unit in self.exchange.owned]
         returning = self.exchange.scatter(outputs, partition, self._result_dtype)
-        self._met = 2
+        staged.met = 2
         del gathering, gathered, inputs, results, outputs  # frees the gathered matrices
-        self._update(after, staying, len(staying))
+        self._update(staged, after, staying, len(staying))
         yield  # slices of O are on their way to the ranks that hold them
 
         returning.wait()
-        if self.row_variance is not None:
-            self.row_variance.agree()
-        self._met = 3
+        if staged.rows is not None:
+            staged.rows.agree()
+        staged.met = 3
         self._scale_travellers(partition)
 
-    def in_any_case(
-        self, turns: Iterator[None], variance: Tensor | None, moves: Tensor, failure: Failure
-    ) -> Iterator[None]:
+    def in_any_case(self, turns: Iterator[None], staged: Staged, failure: Failure) -> Iterator[None]:
         """``run_stage``, but all of its collectives take place, even if something raises, which ``failure`` then holds.
 
         Args:
             turns: ``run_stage`` of this group, perhaps with something before.
-            variance, moves: as ``run_stage`` takes them.
+            staged: what ``turns`` works on.
             failure: of this rank.
         """
-        self._met = 0
         for turn in (1, 2, 3):
             with failure.holding("stage"):
                 next(turns, None)
-            while self._met < turn:
-                self._meet(variance, moves)
+            while staged.met < turn:
+                self._meet(staged)
             yield
 
-    def _meet(self, variance: Tensor | None, moves: Tensor) -> None:
+    def _meet(self, staged: Staged) -> None:
         """Begin the next collective of ``run_stage`` with nothing to give."""
-        self._met += 1
-        if self._met < 3:
-            dtype = torch.float32 if self._met == 1 else self._result_dtype
-            self.exchange.take_part(back=self._met == 2, dtype=dtype, device=moves.device)
-        elif self.row_variance is not None and variance is not None:
-            self.row_variance.begin(variance.to(moves.device), moves)  # it may be offloaded
-            self.row_variance.agree()
+        staged.met += 1
+        if staged.met < 3:
+            dtype = torch.float32 if staged.met == 1 else self._result_dtype
+            self.exchange.take_part(back=staged.met == 2, dtype=dtype, device=staged.flags.device)
+        elif self.row_variance is not None and staged.variance is not None:
+            here = staged.variance.to(staged.flags.device)  # it may be offloaded
+            self.row_variance.begin(here, staged.flags).agree()
 
     @property
     def _result_dtype(self) -> torch.dtype:
@@ -229,7 +248,7 @@ class MuonGroup:
         if alike := [(elements, scale) for elements, scale in alike if scale != 1.0]:
             torch._foreach_mul_([elements for elements, _ in alike], [scale for _, scale in alike])
 
-    def _update(self, chosen: _Batches, inputs: _Batch, n_staying: int) -> dict[str, Tensor]:
+    def _update(self, staged: Staged, chosen: _Batches, inputs: _Batch, n_staying: int) -> _Results:
         """Overwrite U with ``s O``, but for matrices that have travelled: of these, return O by name, without ``s``.
 
         Args:
@@ -237,37 +256,37 @@ class MuonGroup:
             inputs: matrices, each with the U of its unit.
             n_staying: how many of ``inputs`` have not travelled. They come first.
         """
-        results: dict[str, Tensor] = {}
+        results: _Results = {}
         counted = [([inputs[i] for i in indices], bisect_left(indices, n_staying)) for indices in chosen]
-        in_turns([self._update_batch(batch, count, results) for batch, count in counted])
+        in_turns([self._update_batch(staged, batch, count, results) for batch, count in counted])
         return results
 
-    def _update_batch(self, batch: _Batch, count: int, results: dict[str, Tensor]) -> Iterator[None]:
+    def _update_batch(self, staged: Staged, batch: _Batch, count: int, results: _Results) -> Iterator[None]:
         """``_update`` of a batch, of which the first ``count`` have not travelled. Adds to ``results``.
 
         On the host it yields while the batch goes up, and while it comes down.
         """
         copies, scale = Copies(), self._scale(batch[0][0])
-        if self.host_part is not None:
+        if staged.host is not None:
             travelled = [(m, copies.of(m, unit)) for m, unit in batch[count:]]
-            yield from self.host_part.update(
-                batch[:count], scale, lambda lifted: self._compute([*lifted, *travelled], count, results)
+            yield from staged.host.update(
+                batch[:count], scale, lambda lifted: self._compute(staged, [*lifted, *travelled], count, results)
             )
             return
         inputs = [(m, copies.of(m, unit)) for m, unit in batch]
-        outputs, factors = self._compute(inputs, count, results)
+        outputs, factors = self._compute(staged, inputs, count, results)
         store_updates(outputs, [u for _, u in inputs[:count]], scale=scale, factors=factors)
         copies.put_back(batch[:count])
 
-    def _compute(self, inputs: _Batch, count: int, results: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    def _compute(self, staged: Staged, inputs: _Batch, count: int, results: _Results) -> tuple[Tensor, Tensor | None]:
         """O of the first ``count`` matrices, and NorMuon's factors of their rows; None for plain Muon.
 
         Of the others, O times the factors goes to ``results``.
         """
         outputs = self.orthogonalize(inputs)
         factors = None
-        if self.row_variance is not None:
-            factors = self.row_variance.factors([m.name for m, _ in inputs], outputs, inputs[0][0].layout)
+        if staged.rows is not None:
+            factors = staged.rows.factors([m.name for m, _ in inputs], outputs, inputs[0][0].layout)
         if travelled := inputs[count:]:
             made: Sequence[Tensor] = [u for _, u in travelled]
             if factors is not None:
@@ -288,15 +307,6 @@ class MuonGroup:
 
     def _scale(self, matrix: Matrix) -> float:
         return update_scale(self._adjust_lr_fn, *matrix.sides)
-
-    def sizes(self, partition: Tensor) -> Tensor:
-        """What is finite exactly if all updates in this rank's partition are. On the host, a number of each batch."""
-        return partition if self.host_part is None else self.host_part.sizes()
-
-    def commit(self, variance: Tensor | None) -> None:
-        """Overwrite NorMuon's state with the staged variances."""
-        if self.row_variance is not None and variance is not None:
-            self.row_variance.commit(variance)
 
 
 def _runs(staying: Sequence[tuple[Unit, Slice]]) -> list[tuple[int, int, int, int]]:

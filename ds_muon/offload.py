@@ -322,9 +322,9 @@ class HostPart:
             places.append(place.view(end - first, *outputs.shape[1:]))
         return places
 
-    def stretches(self) -> Iterator[Stretch]:
+    def stretches(self) -> list[Stretch]:
         """The whole partition, in order."""
-        yield from sorted([*self._landed.values(), *self._between()], key=lambda part: part.offset)
+        return sorted([*self._landed.values(), *self._between()], key=lambda part: part.offset)
 
     def _between(self) -> list[Stretch]:
         """What has not landed: updates in fp32, and padding."""
@@ -336,15 +336,6 @@ class HostPart:
             start = offset + (self._landed[offset].update.numel() if offset in self._landed else 0)
         return found
 
-    def of(self, offset: int, numel: int) -> Tensor:
-        """The updates of so many elements, but for finite factors: (numel,) fp32, a copy."""
-        values = self._partition.narrow(0, offset, numel).clone()
-        for part in self._landed.values():
-            start, end = max(offset, part.offset), min(offset + numel, part.offset + part.update.numel())
-            if start < end:
-                values[start - offset : end - offset] = part.update[start - part.offset : end - part.offset]
-        return values
-
     def sizes(self) -> Tensor:
         """Some fp64 numbers on the accelerator that are finite exactly if all updates are."""
         host = [sum_of_squares(part.update) for part in self._between()]
@@ -354,11 +345,6 @@ class HostPart:
                 for size in (torch.zeros((), dtype=torch.float64, device="cpu"), *self._largest, *host)
             ]
         )
-
-    def sum_of_squares(self) -> Tensor:
-        """Of all updates: fp64 on the host."""
-        squares = [sum_of_squares(part.update.float()) * part.scale**2 for part in self.stretches()]
-        return torch.stack(squares).sum()
 
     def _offset(self, part: Tensor) -> int:
         return int(part.storage_offset() - self._partition.storage_offset())

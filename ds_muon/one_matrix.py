@@ -35,6 +35,13 @@ def muon_update(
 ) -> Tensor:
     """One Muon update of a whole matrix: the change of the weight is ``-lr`` times the result.
 
+        M <- M + (1 - momentum) (G - M)                  ``momentum_buffer``, ``grad``
+        U  = G + momentum (M - G)  if nesterov else M
+        O  = NewtonSchulz(U / ||U||_F)
+
+    Keller Jordan, Muon (2024), https://kellerjordan.github.io/posts/muon/. NorMuon, between O and the result: Li et al.
+    (2025), arXiv:2510.05491.
+
     Args:
         grad: (rows, cols) full, averaged, unscaled gradient, any float dtype; not modified.
         momentum_buffer: (rows, cols) fp32 or bf16, contiguous; advanced in place.
@@ -45,8 +52,9 @@ def muon_update(
         layout: "out_in" for a weight as nn.Linear stores it, "in_out" for one as transformers' Conv1D does.
 
     Returns:
-        ``s * O``, (rows, cols) fp32. Zeros if the gradient is zero everywhere: ``momentum_buffer`` and ``row_variance``
-        then stay as they are, and the caller must not decay the weight.
+        ``s * O``, (rows, cols) fp32, where ``s`` is the factor of ``adjust_lr_fn``. Zeros if the gradient is zero
+        everywhere: ``momentum_buffer`` and ``row_variance`` then stay as they are, and the caller must not decay the
+        weight.
 
     Raises:
         ValueError: a gradient that is not a matrix of floats; a buffer that does not fit it in shape, dtype, device or

@@ -63,7 +63,6 @@ class DSMuon(Optimizer):
             GroupRate(group["lr"], group["use_muon"], group.get("user_group", 0)) for group in self.param_groups
         )
         self._adamw: AdamW | None = None
-        self._moves: dict[int, Moves | None] = {}
         self.host_passes: ModuleType | None = None
         """Compiled passes, if the partitions are on the host for CPU offload and these can be had."""
 
@@ -134,11 +133,10 @@ class DSMuon(Optimizer):
         Args:
             group_index: a Muon group.
             gradient: (partition_size,) fp32; overwritten with U.
-            moves: which of the partition's matrices move: their momentum now, their weight in ``step``. None for all.
+            moves: which of the partition's matrices move; None for all.
             offset, numel: the elements to work on; by default all.
             into: with CPU offload, where U of these goes in place of the gradient: (numel,) fp32.
         """
-        self._moves[group_index] = moves
         group = self.param_groups[group_index]
         end = None if numel is None else offset + numel
         g, m = (flat[offset:end] for flat in (gradient, self.momentum_buffer(group_index)))
@@ -150,34 +148,33 @@ class DSMuon(Optimizer):
         self,
         closure: Callable[[], float] | None = None,
         *,
-        staged: Sequence[Iterable[Stretch]] = (),
+        updates: Sequence[tuple[Moves | None, Iterable[Stretch]]] = (),
+        gradients: Sequence[Tensor] = (),
     ) -> None:
-        """Apply updates ``s O`` to the weights of Muon groups, and ``.grad`` to those of AdamW groups.
-
-        A matrix that ``advance_momentum_`` has not moved stays as it is.
+        """Apply updates ``s O`` to the weights of Muon groups, and gradients to those of AdamW groups.
 
         Args:
             closure: none.
-            staged: the updates of each Muon group; overwritten. As soon as a stretch has been applied, the next is
-                asked for.
+            updates: of each Muon group, which of the partition's matrices move, None for all, and its updates, which
+                are overwritten. As soon as a stretch has been applied, the next is asked for.
+            gradients: (partition_size,) fp32 for each AdamW group.
 
         Raises:
             ValueError: a closure was given.
-            RuntimeError: nothing has been staged.
+            RuntimeError: there is nothing to apply.
         """
         if closure is not None:
             raise ValueError("DSMuon.step takes no closure: its gradients come from the ZeRO optimizer")
-        if not staged:
+        if not updates:
             raise RuntimeError("DSMuon.step has nothing to apply: the ZeRO optimizer calls it; call engine.step()")
-        for i, stretches in enumerate(staged):
-            group, moves = self.param_groups[i], self._moves.pop(i, None)
+        for group, (moves, stretches) in zip(self.param_groups, updates, strict=False):
             (p,) = group["params"]
             for offset, update, scale, rounded in stretches:
                 weight = p.narrow(0, offset, update.numel())
                 how: dict[str, Any] = {"moves": moves and moves.starting(offset), "scale": scale, "rounded": rounded}
                 apply_update_(weight, update, lr=group["lr"], weight_decay=group["weight_decay"], **how)
         if self._adamw is not None:
-            self._adamw.step(self.adamw_groups, self.state, self.host_passes)
+            self._adamw.step(self.adamw_groups, gradients, self.state, self.host_passes)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Refused: torch's own would put other tensors in the place of those that ZeRO has linked to parameters."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import textwrap
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,14 @@ from typing import Any
 from ds_muon.extras import how_to_install
 from ds_muon.files import check_writable, keep, write_text
 from ds_muon.text import json_text
+
+
+class Paragraphs(argparse.HelpFormatter):
+    """Fills the paragraphs of a description for the terminal, and leaves those with indented lines as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = partial(textwrap.fill, width=width, break_on_hyphens=False)
+        return "\n\n".join(part if "\n " in f"\n{part}" else fill(part) for part in text.strip().split("\n\n"))
 
 
 def add_outputs(parser: argparse.ArgumentParser, picture: str) -> None:

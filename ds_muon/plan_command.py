@@ -15,6 +15,7 @@ from ds_muon.options import add_outputs, positive, rate, write_outputs
 from ds_muon.orthogonalize import BACKENDS
 from ds_muon.plan.rates import RATES, Rates
 from ds_muon.say import printable, tell
+from ds_muon.text import count
 from ds_muon.verify.outcome import COULD_NOT_RUN
 
 MOST_RANKS = 100_000
@@ -110,8 +111,8 @@ def run(options: argparse.Namespace) -> int:
         elements = sum(math.prod(shape) for _, shape in model.shapes)
         size = f"{elements / 1e9:.2f}B" if elements >= 1e8 else f"{elements:,}"
         tell(
-            f"{printable(model.name)}: {found[0].matrices} matrices, {size} elements; defaults on a GPU "
-            f"({options.tflops:g} TFLOP/s and {link}), {backend} backend\n"
+            f"{printable(model.name)}: {count(found[0].matrices, 'matrix', 'matrices')}, {size} elements, in Muon\n"
+            f"Defaults on a GPU, {backend} backend. Times are estimates, at {options.tflops:g} TFLOP/s and\n{link}.\n"
         )
         if model.routing is not None:
             routings[model.name] = plan_model.rows(model.routing)

@@ -1,28 +1,28 @@
-"""What Muon's step costs at world sizes that are not at hand: ``ds-muon plan``. Pure functions of shapes; no ranks.
+"""What Muon's part of a step costs at numbers of ranks that are not at hand: ``ds-muon plan``. Computed from shapes.
 
-The matrices of a model lie in one flat buffer, in the model's order, as ZeRO lays them out.
-These schemes are compared:
+ZeRO lays the matrices of a model in one flat buffer, in the model's order, and cuts it into a partition for each rank.
+A matrix that a boundary cuts has several holders, each with a slice of it. One rank, its owner, orthogonalizes it.
 
-    ours         a matrix is orthogonalized once, by its owner: one of its holders, or a rank that holds nothing of it
-                 where a step is faster for it
-    by holders   the same, if owners are always holders: only what straddles a boundary travels
-    if free      the same, if moving cost nothing: no engine does this, it shows how even ranks could be
-    each holder  every rank that holds a piece of a matrix orthogonalizes all of it, as DeepSpeed's own Muon does
+    DSMuon    the owner is a holder, or another rank where that makes a step
+              at least 2 % faster
+    kept      owners are always holders: only what a boundary cuts is exchanged
+    ideal     as DSMuon, if the exchange took no time: no engine does this, it
+              shows how even the ranks could be
+    repeated  every holder orthogonalizes the whole matrix, as in DeepSpeed's
+              own Muon, from the whole averaged gradient, which each has with
+              `reduce_scatter: false`
 
-For the last, every holder needs the whole averaged gradient, which `reduce_scatter: false` leaves there.
+Times are estimates. A rank takes the time of its operations at the rate of the iteration, and then that of the bytes
+that it sends and receives at the rate of its link. A step takes as long as the slowest rank, and 0.1 ms more where
+anything is exchanged. Owners are those of the engine, which reckons with 500 TFLOP/s and 100 GB/s, whatever rates are
+given here. With --ranks-per-node, what stays in a node travels at a rate of its own, and of several ranks that have
+time for a matrix, one of the node that holds most of it owns it.
 
-Times are those of a model, no measurement: of a rank, its operations at the rate of the iteration, and then the bytes
-that it sends and receives at the rate of its link; of a step, those of the rank that takes longest, and 0.1 ms if
-anything is exchanged. The owners are the engine's, which it chooses by that model at 500 TFLOP/s and 100 GB/s; a step
-must be 2 % faster for an owner that holds nothing. With a number of ranks per node, what stays in a node travels at a
-rate of its own, and among ranks that have time for a matrix, those of the node that holds most of it own it.
+Memory is an upper bound of what a rank allocates in a step beside its gradients, which AdamW's step needs as well.
+Between steps Muon saves one of AdamW's two moments: where a step takes less than that, its peak is not above AdamW's.
 
-Memory is the most that a rank can have allocated at the same time inside a step, beside its gradients, which AdamW's
-step needs as well: for what travels, and with the batch that Newton-Schulz works in. Beside it stands what Muon saves
-between steps, one of AdamW's two moments. Where the former is less, the peak of a step is not above that of AdamW's.
-
-With CPU offload owners are holders. Its time is that of the bus alone, in the direction that carries more: U and the
-model's weights go up in a step, 6 bytes per element of the partition, while O comes down.
+With CPU offload owners are holders, and the time is that of the bus alone: per element of the partition, 6 bytes go up
+(the blend of momentum and gradient, and the model's weight) while 2 come down (the result of Newton-Schulz).
 """
 
 from __future__ import annotations
@@ -359,53 +359,113 @@ def step_memory(plan: GroupPlan, settings: NewtonSchulz, *, normuon: bool = Fals
     return exchange, [sum(both) for both in zip(exchange, largest, strict=True)]
 
 
+@dataclass(frozen=True)
+class _Block:
+    """Lines of text, then a table: its headings, and the cells of a line for each world size."""
+
+    title: str
+    headings: tuple[str, ...]
+    cells: Callable[[StepCost], tuple[str, ...]]
+
+    def lines(self, costs: Sequence[StepCost]) -> list[str]:
+        rows = [("ranks", *self.headings), *((str(cost.world_size), *self.cells(cost)) for cost in costs)]
+        return [self.title, *columns(rows, len(rows[0]) * "> ")]
+
+
+def _megabytes(size: int, digits: int = 0) -> str:
+    return f"{size / 1e6:.{digits}f}"
+
+
+_STEP = _Block(
+    "Muon's part of a step. Cut: matrices of which several ranks hold a slice.\n"
+    "Moved: those orthogonalized by a rank that holds nothing of them. MB: both ways",
+    ("ms", "cut", "moved", "MB exchanged by all", "by the busiest rank"),
+    lambda cost: (
+        f"{1e3 * cost.seconds:.2f}",
+        *(str(cost.straddling), str(cost.moved)),
+        *(_megabytes(cost.moved_bytes), _megabytes(cost.busiest_bytes, 1)),
+    ),
+)
+
+_WORK = _Block(
+    "Newton-Schulz of a rank in TFLOP, and of the busiest rank over the mean",
+    ("least", "mean", "busiest", "busiest/mean"),
+    lambda cost: (
+        *(f"{1e-12 * flops:.3f}" for flops in (min(cost.loads), cost.flops / cost.world_size, cost.busiest_flops)),
+        f"{cost.balance:.2f}",
+    ),
+)
+
+_OTHERS = _Block(
+    "The same, shared out in other ways\n"
+    "  kept      only ranks that hold a slice of a matrix may orthogonalize it\n"
+    "  ideal     as DSMuon, if the exchange took no time\n"
+    "  repeated  every rank that holds a slice orthogonalizes the whole matrix, as in\n"
+    "            DeepSpeed's Muon. Runs: of Newton-Schulz, over all ranks. Work: of\n"
+    "            the busiest rank, over that of DSMuon's",
+    ("kept: ms", "kept: busiest/mean", "ideal: busiest/mean", "repeated: runs", "work"),
+    lambda cost: (
+        f"{1e3 * cost.seconds_by_holders:.2f}",
+        *(f"{ratio:.2f}" for ratio in (cost.balance_by_holders, cost.balance_if_free)),
+        *(str(cost.runs_each_holder), f"{cost.over_ours:.2f}"),
+    ),
+)
+
+_MEMORY = _Block(
+    "Memory of a GPU in MB: what a step takes, at most, and what Muon saves between\nsteps beside AdamW",
+    ("for the exchange", "with Newton-Schulz", "saved"),
+    lambda cost: (
+        *(_megabytes(size) for size in (cost.exchange_memory, cost.step_memory)),
+        _megabytes(cost.saved_memory, 1),
+    ),
+)
+
+
+def _of_links(cost: StepCost) -> tuple[str, ...]:
+    link = cost.links
+    assert link is not None
+    within = cost.moved_bytes - link.between_nodes, link.busiest_in_node
+    between = link.between_nodes, link.busiest_between_nodes
+    return tuple(_megabytes(size, digits) for both in (within, between) for digits, size in enumerate(both))
+
+
+_LINKS = _Block(
+    "MB exchanged, by all ranks and by the busiest one",
+    ("within nodes", "busiest", "between nodes", "busiest"),
+    _of_links,
+)
+
+
+def _of_no_nodes(cost: StepCost) -> tuple[str, ...]:
+    link = cost.links
+    assert link is not None
+    sizes = _megabytes(link.between_nodes_if_unknown), _megabytes(link.busiest_between_nodes_if_unknown, 1)
+    return *sizes, f"{link.balance_if_unknown:.2f}"
+
+
+_NO_NODES = _Block(
+    "The same, if ranks were chosen without a look at nodes",
+    ("between nodes", "busiest", "busiest/mean of Newton-Schulz"),
+    _of_no_nodes,
+)
+
+
 def table(costs: Sequence[StepCost], bus: float) -> str:
-    """Blocks with a line per world size: what travels, and the time of a step; by which link, where nodes are known;
-    work and memory; CPU offload.
+    """Blocks with a line per world size: time and exchange; by which link, where nodes are known; work, also shared out
+    in other ways; memory; CPU offload. At most 80 columns, unless numbers are large.
 
     Args:
         costs: of one model.
         bus: bytes per second between host and accelerator, in one direction.
     """
-    moves: list[tuple[str, ...]] = [
-        ("", "", "", "exchanged, MB:", "", "step, model, ms:", "", "runs:", "", "work of each holder,"),
-        (
-            *("ranks", "straddling", "moved", "by all", "busiest"),
-            *("ours", "by holders", "ours", "each holder", "over ours"),
+    offload = _Block(
+        f"With CPU offload, MB of a rank, and the ms that the bus alone takes at {bus / 1e9:g} GB/s",
+        ("on the host", "on the GPU in a step", "over the bus", "ms"),
+        lambda cost: (
+            *map(_megabytes, (cost.offload.moved, cost.offload.step_memory, cost.offload.bus_bytes)),
+            f"{1e3 * cost.offload.seconds(bus):.1f}",
         ),
-    ]
-    links: list[tuple[str, ...]] = [
-        ("", "in a node, MB:", "", "between nodes:", "", "if nodes were not known:", "", "most over mean:", ""),
-        ("ranks", *3 * ("by all", "busiest"), "ours", "not known"),
-    ]
-    loads: list[tuple[str, ...]] = [
-        ("", "TFLOP of a rank:", "", "", "most over mean:", "", "", "MB in a step:", "", "saved between"),
-        ("ranks", "least", "mean", "most", "ours", "if free", "by holders", "exchange", "and a batch", "steps"),
-    ]
-    offloads: list[tuple[str, ...]] = [
-        ("", "with CPU offload, MB of a rank:", "", "", "step, bus"),
-        ("ranks", "to the host", "in a step", "over the bus", "alone, ms"),
-    ]
-    for cost in costs:
-        exchanged = f"{cost.moved_bytes / 1e6:.0f}", f"{cost.busiest_bytes / 1e6:.1f}"
-        ms = f"{1e3 * cost.seconds:.2f}", f"{1e3 * cost.seconds_by_holders:.2f}"
-        runs = str(cost.runs), str(cost.runs_each_holder), f"{cost.over_ours:.2f}"
-        moves.append((str(cost.world_size), str(cost.straddling), str(cost.moved), *exchanged, *ms, *runs))
-        if (link := cost.links) is not None:
-            pairs = (
-                (cost.moved_bytes - link.between_nodes, link.busiest_in_node),
-                (link.between_nodes, link.busiest_between_nodes),
-                (link.between_nodes_if_unknown, link.busiest_between_nodes_if_unknown),
-            )
-            sent = [text for of_all, busiest in pairs for text in (f"{of_all / 1e6:.0f}", f"{busiest / 1e6:.1f}")]
-            links.append((str(cost.world_size), *sent, f"{cost.balance:.2f}", f"{link.balance_if_unknown:.2f}"))
-        work = (f"{1e-12 * flops:.3f}" for flops in (min(cost.loads), cost.flops / cost.world_size, max(cost.loads)))
-        balance = (f"{ratio:.2f}" for ratio in (cost.balance, cost.balance_if_free, cost.balance_by_holders))
-        memory = f"{cost.exchange_memory / 1e6:.0f}", f"{cost.step_memory / 1e6:.0f}", f"{cost.saved_memory / 1e6:.1f}"
-        loads.append((str(cost.world_size), *work, *balance, *memory))
-        offload = cost.offload
-        sizes = (f"{n / 1e6:.0f}" for n in (offload.moved, offload.step_memory, offload.bus_bytes))
-        offloads.append((str(cost.world_size), *sizes, f"{1e3 * offload.seconds(bus):.1f}"))
-    of_links = [columns(links, 9 * "> ")] if len(links) > 2 else []
-    blocks = columns(moves, 10 * "> "), *of_links, columns(loads, 10 * "> "), columns(offloads, 5 * "> ")
-    return "\n\n".join("\n".join(block) for block in blocks)
+    )
+    of_links = [_LINKS, _NO_NODES] if all(cost.links for cost in costs) else []
+    blocks = _STEP, *of_links, _WORK, _OTHERS, _MEMORY, offload
+    return "\n\n".join("\n".join(block.lines(costs)) for block in blocks)

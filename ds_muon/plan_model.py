@@ -84,13 +84,7 @@ def made_by(spec: str) -> Planned:
         NoModel: there is no such function, or it returns no model.
     """
 
-    def make() -> nn.Module:
-        try:
-            return make_subject(spec, 0, 1)[0]
-        except CannotVerify as error:
-            raise NoModel(str(error)) from None
-
-    return _routed(spec, make)
+    return _routed(spec, lambda: make_subject(spec, 0, 1)[0])
 
 
 def rows(routing: Routing) -> list[Row]:
@@ -122,6 +116,8 @@ def _routed(name: str, make: Callable[[], nn.Module]) -> Planned:
         with torch.device("meta"):
             model = make()
         routing = route(model)
+    except CannotVerify as error:  # says which --model
+        raise NoModel(str(error)) from None
     except (NoModel, RoutingError) as error:
         raise NoModel(f"{name}: {error}") from None
     except Exception as error:  # a config that a class cannot take, or a factory that needs values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -321,7 +322,7 @@ def replay(paths: list[Path]) -> int:
         try:
             codes.append(_replay_one(path, read_capture(path), device))
         except (CaptureError, RuntimeError, MemoryError) as error:  # RuntimeError: no room on the device, for one
-            tell(f"{error}\n")
+            tell(f"ds-muon replay: {printable(str(error))}", to=sys.stderr)
             codes.append(NOT_REPLAYED)
     return max(codes)
 

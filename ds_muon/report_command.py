@@ -25,17 +25,17 @@ from ds_muon.verify.report.picture import COLOURS, HEADING, WIDTH, figure_of, sh
 from ds_muon.verify.report.rows import rows_of, verdict_of, with_printable_names
 
 _HALF = "(muon|adamw)"
-_RATES, _SKIPPED, _BALANCE = "Learning rate", "Steps skipped so far", "Most loaded rank over the mean"
-_CHECKS = "Largest error of a check, over its tolerance"
+_RATES, _SKIPPED, _BALANCE = "Learning rate", "Steps skipped so far", "Newton-Schulz of the busiest rank, over the mean"
+_CHECKS, _U_NORM = "Largest error of a check, over its tolerance", "Norm of what Newton-Schulz gets"
 PANELS = {
     "Loss": r"(?:.*_)?loss",
     _RATES: rf"(?:DSMuon_lr_{_HALF}|(?:.*_)?(?:lr|learning_rate))",
     "Norm of the gradients": rf"(?:DSMuon_grad_norm_{_HALF}|grad_norm)",
     "Size of the updates, before the rate": rf"DSMuon_update_rms_{_HALF}",
     "Size of the weights": rf"DSMuon_weight_rms_{_HALF}",
-    "Norm of U": r"DSMuon_u_norm_(.*)",
-    "Stable rank of U": r"DSMuon_stable_rank_(.*)",
-    "Distance of O from orthogonal": r"DSMuon_off_orthogonal_(.*)",
+    _U_NORM: r"DSMuon_u_norm_(.*)",
+    "Stable rank of what Newton-Schulz gets": r"DSMuon_stable_rank_(.*)",
+    "Distance of its result from orthogonal": r"DSMuon_off_orthogonal_(.*)",
     _SKIPPED: r"DSMuon_skipped_(.*)",
     _CHECKS: r"DSMuon_(verify)_excess",
     "In a step, ms": r"DSMuon_(.*)_ms",
@@ -45,7 +45,7 @@ PANELS = {
 """Title of a panel, and the names of what is in it; a group is what to call it there."""
 
 # Where values of several sizes are told apart.
-_LOGARITHMIC = {_RATES, "Norm of the gradients", "Norm of U", "Loss scale"}
+_LOGARITHMIC = {_RATES, "Norm of the gradients", _U_NORM, "Loss scale"}
 # What the axis of others begins with, and reaches at least.
 _REACH = {_SKIPPED: (0.0, 1.0), _BALANCE: (1.0, 1.1), _CHECKS: (0.0, 1.1)}
 _LIGHT = {name: light for name, (light, _) in COLOURS.items()}
@@ -63,7 +63,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="the folder of DeepSpeed's csv_monitor; the folder or trainer_state.json of Hugging Face Trainer; or what "
         "ds-muon verify --json wrote, for the partitions and the errors",
     )  # fmt: skip
-    parser.add_argument("--out", type=writable, default="report.html", metavar="FILE", help="default: %(default)s")
+    parser.add_argument(
+        "--out", type=writable, default="report.html", metavar="FILE", help="the page to write (default: %(default)s)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -171,9 +173,9 @@ def _draw_lines(axes: Any, series: Mapping[str, Mapping[float, float]], logarith
     for place, (name, kept) in enumerate(shown.items()):
         left_out = {"not finite": len(series[name]) - len(kept)}
         if logarithmic:
-            left_out["not above 0"] = sum(y <= 0 for y in kept.values())
+            left_out["at 0"] = sum(y <= 0 for y in kept.values())
         notes = ", ".join(f"{number} {what}" for what, number in left_out.items() if number)
-        label = shortened(name, _NAME_CHARACTERS, keep_end=True) + (f" ({notes})" if notes else "")
+        label = shortened(name, _NAME_CHARACTERS, keep_end=True) + (f" (not shown: {notes})" if notes else "")
         marker = "o" if len(kept) < 30 else None
         axes.plot([*kept], [*kept.values()], color=_LIGHT[f"rank{place}"], linewidth=1.2, label=label, marker=marker,
                   markersize=2.2)  # fmt: skip

@@ -94,12 +94,16 @@ class Route:
         """The reason, the matrices where they are not the tensor as it is, and how they are stored."""
         one = len(self.shape) == 2 and matrices(self.pieces) < 2
         of = f", {described(self.pieces)}" if self.pieces and not one else ""
-        return self.reason + of + (", stored in x out" if self.layout == "in_out" else "")
+        return self.reason + of + (", stored as (in, out)" if self.layout == "in_out" else "")
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Every parameter tensor of a model, in order of first appearance."""
+    """Every parameter tensor of a model, in order of first appearance.
+
+    Attributes:
+        routes: names, shape, half ("muon", "adamw", or "none" if it is not trained) and reason of each tensor.
+    """
 
     routes: tuple[Route, ...]
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from ds_muon.guard import CAPTURED, FINITE, Findings
 from ds_muon.say import log, printable
 
 if TYPE_CHECKING:
-    from ds_muon.muon_group import MuonGroup
+    from ds_muon.muon_group import MuonGroup, Staged
     from ds_muon.zero import MuonZeroOptimizer
 
 
@@ -156,7 +157,7 @@ class Skips:
         return "DS_MUON_NAN_CAPTURE=1 saves such inputs for ds-muon replay", captures
 
 
-def bad_updates(zero: MuonZeroOptimizer, gradients: Sequence[Tensor], findings: Findings) -> str:
+def bad_updates(zero: MuonZeroOptimizer, staged: Sequence[Staged], findings: Findings) -> str:
     """The matrices whose updates are not finite on any rank, and the cause, for ``Skips.explain``; "" without any.
 
     A collective that blocks the host, where there are any.
@@ -170,10 +171,10 @@ def bad_updates(zero: MuonZeroOptimizer, gradients: Sequence[Tensor], findings: 
     with zero.failure.holding("decide"):
         found = [
             (
-                _nonfinite(group, group.host_part.of if group.host_part else partial(gradients[i].narrow, 0)),
+                _nonfinite(group, partial(_values, of_group)),
                 _nonfinite(group, partial(zero.optimizer.momentum_buffer(i).narrow, 0)),
             )
-            for i, group in enumerate(zero.muon_groups)
+            for i, (group, of_group) in enumerate(zip(zero.muon_groups, staged, strict=True))
         ]
     zero.failure.raise_on_all()
     everywhere = [of_group for of_rank in gather(found, zero.dp_process_group) for of_group in of_rank]
@@ -192,6 +193,12 @@ def bad_updates(zero: MuonZeroOptimizer, gradients: Sequence[Tensor], findings: 
         f"{what}: Newton-Schulz on rank {unit.owner}, {settings.backend} backend, "
         f"{name_of(settings.dtype)}, {settings.form(first.rows, first.cols)} form"
     )
+
+
+def _values(staged: Staged, offset: int, numel: int) -> Tensor:
+    """The updates of so many elements, but for finite factors: (numel,) fp32, a copy."""
+    found = [u[max(offset - at, 0) : max(offset + numel - at, 0)].float() for at, u, *_ in staged.updates()]
+    return torch.cat(found)
 
 
 def _nonfinite(group: MuonGroup, values: Callable[[int, int], Tensor]) -> list[str]:

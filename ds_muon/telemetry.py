@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ds_muon.exchange import Transfer
 from ds_muon.guard import Findings
+from ds_muon.muon_group import Staged
 from ds_muon.passes import sum_of_squares
 from ds_muon.say import log, printable
 
@@ -125,14 +126,15 @@ class _ObservedStep:
                 wrap(group.exchange, "scatter", self._exchange)
             yield
 
-    def _stage(self, original: Callable[..., None], gradients: Any, verdict: Any) -> None:
-        original(gradients, verdict)
+    def _stage(self, original: Callable[..., list[Staged]], *args: Any) -> list[Staged]:
+        staged = original(*args)
         with self._looking():
             # Before ``commit``, which overwrites them.
             self._updates = [
-                group.host_part.sum_of_squares() if group.host_part else sum_of_squares(updates)
-                for group, updates in zip(self._zero.muon_groups, gradients, strict=False)
+                torch.stack([sum_of_squares(u.float()) * scale**2 for _, u, scale, _ in of_group.updates()]).sum()
+                for of_group in staged
             ]
+        return staged
 
     def _decide(self, original: Callable[..., Findings], *args: Any) -> Findings:
         self._findings = original(*args)

@@ -20,7 +20,7 @@ docs/how-it-works.md has the files of a step in reading order.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +31,9 @@ from torch import Tensor
 
 from ds_muon.agree import gather
 from ds_muon.capture import NanCapture
-from ds_muon.failure import Failure
 from ds_muon.guard import FAILED, Findings, StepGuard, Verdict
-from ds_muon.muon_group import MuonGroup, in_turns
-from ds_muon.offload import Stretch
+from ds_muon.muon_group import MuonGroup, Staged, in_turns
+from ds_muon.offload import HostPart
 from ds_muon.optimizer import DSMuon
 from ds_muon.orthogonalize import release
 from ds_muon.passes import sum_of_squares
@@ -82,7 +81,6 @@ class MuonZeroOptimizer(MuonZeroBase):
         self._capture = NanCapture(rank)
         groups = [group["name"] for group in init_optimizer.param_groups]
         rules = (config.nan_guard, config.grad_norm_skip_threshold)
-        self.failure = Failure(self.dp_process_group)
         self.guard = StepGuard(*rules, self._capture, self.failure, self.dp_process_group)
         self.skips = Skips(*rules, groups, self._capture, self.dp_process_group)
         self.plan = plan_of(self, self.newton_schulz)
@@ -100,6 +98,7 @@ class MuonZeroOptimizer(MuonZeroBase):
             )
             for i, group in enumerate(self.plan.groups)
         ]
+        self.know_matrices([group.parts for group in self.muon_groups])
         self._lazy_init_hp_params_optimizer_state()
 
     def destroy(self) -> None:
@@ -142,8 +141,8 @@ class MuonZeroOptimizer(MuonZeroBase):
                     raise DSMuonRefusal(refusal)
             verdict = self.measure(gradients)
         with self._timed(deepspeed_zero.OPTIMIZER_STEP_TIMER):
-            self.stage(gradients, verdict)
-            findings = self.decide(gradients, verdict)
+            staged = self.stage(gradients, verdict)
+            findings = self.decide(staged, verdict)
             if findings.worst == FAILED:
                 # If no rank has taken its gradients, all can still use them; if one has, all drop theirs.
                 if any(gather(bool(gradients), self.dp_process_group)):
@@ -155,11 +154,13 @@ class MuonZeroOptimizer(MuonZeroBase):
             self.overflow = not findings.allow_the_step
             # By now the others commit as well. An error from here on reaches them in their next step, or save.
             with self.failure.holding("commit"):
-                self._global_grad_norm = self._on_device(findings.norm) if self.compute_grad_norm else None
+                # torch.tensor would wait for the device.
+                norm = torch.full((), findings.norm, dtype=torch.float64, device=self.device).float()
+                self._global_grad_norm = norm if self.compute_grad_norm else None
                 if not self.overflow:
-                    self.commit(gradients, findings)
+                    self.commit(staged, gradients[len(staged) :], findings)
             if self.overflow:
-                self.skips.explain(findings, bad_updates(self, gradients, findings), self.dynamic_loss_scale)
+                self.skips.explain(findings, bad_updates(self, staged, findings), self.dynamic_loss_scale)
                 return
         with self._timed(deepspeed_zero.OPTIMIZER_ALLGATHER_TIMER):
             self.update_lp_params()
@@ -205,63 +206,58 @@ class MuonZeroOptimizer(MuonZeroBase):
         return sum_of_squares(gradient) if known is None else known
 
     @profiled("stage")
-    def stage(self, gradients: Sequence[Tensor], verdict: Verdict) -> None:
-        """Move the momentum and turn Muon's gradients, in place, into updates; AdamW's stay. A collective.
-
-        An update is ``s O``; on the host, O: see ``HostPart``.
-        """
+    def stage(self, gradients: Sequence[Tensor], verdict: Verdict) -> list[Staged]:
+        """Move the momentum and turn Muon's gradients, in place, into updates, which are returned. A collective."""
         with self.failure.holding("stage"):
             # Nothing is captured in a step that the gradients forbid.
             self._capture.start_step(self.steps, verdict.may_move)
-        turns = []
-        for i, (group, moves) in enumerate(zip(self.muon_groups, verdict.moves, strict=True)):
-            of_group = self._stage_group(i, gradients[i], moves) if gradients else iter(())
-            turns.append(group.in_any_case(of_group, self.optimizer.row_variance(i), moves, self.failure))
+        staged, turns = [], []
+        for i, (group, flags) in enumerate(zip(self.muon_groups, verdict.moves, strict=True)):
+            flat = gradients[i] if gradients else torch.empty(0, device=self.device)
+            staged.append(Staged(flat, flags, self.optimizer.row_variance(i)))
+            of_group = self._stage_group(i, staged[i]) if gradients else iter(())
+            turns.append(group.in_any_case(of_group, staged[i], self.failure))
         in_turns(turns)
         if self.ferry is not None:
             self.ferry.settle()
+        return staged
 
-    def _stage_group(self, i: int, gradient: Tensor, moves: Tensor) -> Iterator[None]:
+    def _stage_group(self, i: int, staged: Staged) -> Iterator[None]:
         """Advance a group's momentum, turn its gradient into U, and U into updates; on the host batch by batch."""
-        group, variance = self.muon_groups[i], self.optimizer.row_variance(i)
-        here = group.moves_here(gradient, moves.to(gradient.device))
-        if self.cpu_offload:
-            # The host looks at the flags here, so that it need not at each element.
-            advance = partial(self.optimizer.advance_momentum_, i, gradient, None if here.flags.all() else here)
-            yield from group.run_stage(gradient, variance, moves, advance)
+        group, flat = self.muon_groups[i], staged.flat
+        staged.moves = group.moves_here(flat, staged.flags.to(flat.device))
+        if self.ferry is None:
+            self.optimizer.advance_momentum_(i, flat, staged.moves)
         else:
-            self.optimizer.advance_momentum_(i, gradient, here)
-            yield from group.run_stage(gradient, variance, moves)
+            if staged.moves.flags.all():  # looked at here, so that the host need not at each element
+                staged.moves = None
+            advance = partial(self.optimizer.advance_momentum_, i, flat, staged.moves)
+            staged.host = HostPart(flat, advance, self.ferry)
+        yield from group.run_stage(staged)
 
     @profiled("decide")
-    def decide(self, gradients: Sequence[Tensor], verdict: Verdict) -> Findings:
+    def decide(self, staged: Sequence[Staged], verdict: Verdict) -> Findings:
         """Decide with all ranks whether to commit; the host waits. A collective."""
-        flats = (group.sizes(g) for group, g in zip(self.muon_groups, gradients, strict=False))  # if it is asked for
-        return self.guard.decide(verdict, flats)
+        return self.guard.decide(verdict, (of_group.sizes() for of_group in staged))  # if they are asked for
 
     @profiled("commit")
-    def commit(self, gradients: Sequence[Tensor], findings: Findings) -> None:
+    def commit(self, staged: Sequence[Staged], gradients: Sequence[Tensor], findings: Findings) -> None:
         """Apply what is staged to the fp32 weights, AdamW's state and NorMuon's variances.
 
-        ``gradient_clipping`` scales AdamW's gradients, in place, and never Muon's: see docs/how-it-works.md.
+        Args:
+            staged: of each Muon group; overwritten.
+            gradients: of each AdamW group. ``gradient_clipping`` scales them, in place, and never Muon's: see
+                docs/how-it-works.md.
         """
-        muon, adamw = gradients[: len(self.muon_groups)], gradients[len(self.muon_groups) :]
         if (clip := self._adamw_clip(findings)) < 1:
-            for gradient in adamw:
+            for gradient in gradients:
                 gradient.mul_(clip)
-        weights = self.single_partition_of_fp32_groups[len(muon) :]
-        for flat, gradient in zip(weights, adamw, strict=True):
-            flat.grad = gradient
-        if self.ferry is not None:  # .grad stays, as the place for the next step's
-            parts = ((i, group.host_part) for i, group in enumerate(self.muon_groups))
-            with self.ferry.together():
-                self.optimizer.step(staged=[() if part is None else self.sent_up(i, part) for i, part in parts])
-        else:
-            self.optimizer.step(staged=[[Stretch(0, update)] for update in muon])
-            for flat in weights:
-                flat.grad = None
-        for i, group in enumerate(self.muon_groups):
-            group.commit(self.optimizer.row_variance(i))
+        updates = [(of_group.moves, self.sent_up(i, of_group.updates())) for i, of_group in enumerate(staged)]
+        with nullcontext() if self.ferry is None else self.ferry.together():
+            self.optimizer.step(updates=updates, gradients=gradients)
+        for of_group in staged:
+            if of_group.rows is not None:
+                of_group.rows.commit()
 
     def _adamw_clip(self, findings: Findings) -> float:
         if self.clip_grad <= 0:
@@ -269,10 +265,6 @@ class MuonZeroOptimizer(MuonZeroBase):
         everything = self.optimizer.config.clip_norm_scope == "all"
         norm = findings.norm if everything else findings.norm_of_adamw
         return min(1.0, float(self.clip_grad) / (norm + 1e-6))
-
-    def _on_device(self, number: float) -> Tensor:
-        """``number`` as a 0-d fp32 tensor. ``torch.tensor`` would wait for the device."""
-        return torch.full((), number, dtype=torch.float64, device=self.device).float()
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

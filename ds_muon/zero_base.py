@@ -29,9 +29,12 @@ class MuonZeroBase(OffloadZero):
         interrupted: why no step is right any more, after a backward pass that has raised; else None.
     """
 
-    failure: Failure
     save: Save | None = None
     interrupted: str | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.failure = Failure(self.dp_process_group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: see ``DSMuon.add_param_group``."""
@@ -46,10 +49,12 @@ class MuonZeroBase(OffloadZero):
         if self.cpu_offload:
             super().initialize_optimizer_states()  # makes the gradients' place on the host
         muon = [i for i, group in enumerate(self.optimizer.param_groups) if group["use_muon"]]
+        self.optimizer.init_state([sum(self._rows(i)) for i in muon], self.accelerator)
+
+    def _rows(self, group_index: int) -> list[int]:
+        """Rows (outputs) of each tensor of a Muon group, in the group's order."""
         stored, pieces = self.optimizer.routing.layouts(), self.optimizer.routing.pieces()
-        self.optimizer.init_state(
-            [sum(outputs(pieces[name], stored[name]) for name, _ in self.shapes(i)) for i in muon], self.accelerator
-        )
+        return [outputs(pieces[name], stored[name]) for name, _ in self.shapes(group_index)]
 
     # ---- gradients, as DeepSpeed's reduction leaves them --------------------------------------------------------
 
@@ -264,11 +269,11 @@ class MuonZeroBase(OffloadZero):
         for state, source in zip(states, found.sources, strict=True):
             if "step" in state:
                 state["step"].copy_(found.whole_state(source, "step"))
-        for i, group in enumerate(self.muon_groups):
-            variance = self.optimizer.row_variance(i)
-            if variance is not None and group.row_variance is not None:
-                for name, _ in self.shapes(i):
-                    group.row_variance.of(variance, name).copy_(found.row_variance(name))
+        for i in range(len(states)):
+            if (variance := self.optimizer.row_variance(i)) is not None:
+                of_tensors = torch.split(variance.view(-1), self._rows(i))
+                for (name, _), of_tensor in zip(self.shapes(i), of_tensors, strict=True):
+                    of_tensor.copy_(found.row_variance(name))
 
     def _restore_from_bit16_weights(self) -> None:
         """DeepSpeed's own, from the weights that the model holds, wherever a script has put them."""

@@ -6,7 +6,7 @@ Without offload gradients go DeepSpeed's own way. Weights are rounded to the mod
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,9 +17,8 @@ from deepspeed.runtime.zero import stage_1_and_2 as deepspeed_zero
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import Tensor
 
-from ds_muon.muon_group import MuonGroup
-from ds_muon.offload import Ferry, HostPart, Stretch
-from ds_muon.passes import Segments, compile_for_host, sum_of_squares
+from ds_muon.offload import Ferry, Stretch
+from ds_muon.passes import Held, Segments, compile_for_host, sum_of_squares
 from ds_muon.say import log
 
 
@@ -45,8 +44,6 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
     the accelerator about every parameter whether it overflows, which ``measure`` finds for all at once.
     """
 
-    muon_groups: list[MuonGroup]
-
     def __init__(self, *args: Any, offload_optimizer_config: Any = None, **kwargs: Any) -> None:
         self._arrived: dict[int, Tensor | None] = {}
         """Parameters with a gradient in this step, in what this rank holds, and its sums of squares. None if a script
@@ -55,6 +52,7 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
         """Of each group, if the gradients are still those that came down."""
         self._versions: list[int] = []
         """Of each group's gradients, when this class last wrote to them."""
+        self._parts: Sequence[Callable[[int, int], list[Held]]] = ()
         self._segments: dict[int, Segments] = {}
         self._sent: set[int] = set()
         """Groups whose weights are on their way up in this step."""
@@ -70,6 +68,10 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
             self.ferry = Ferry(self.accelerator, pinned=self._pins)
             if torch.get_num_threads() == 1 < len(os.sched_getaffinity(0)):
                 log("CPU offload has one thread of the host; set OMP_NUM_THREADS to the cores that a rank has")
+
+    def know_matrices(self, parts: Sequence[Callable[[int, int], list[Held]]]) -> None:
+        """Learn, before the first backward pass, what lies where in Muon's partitions: ``MuonGroup.parts`` of each."""
+        self._parts = parts
 
     def initialize_optimizer_states(self) -> None:
         """Make the gradients' place, pinned at once: DeepSpeed's own writes zeros elsewhere, and copies them."""
@@ -168,11 +170,11 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
     def _segments_of(self, number: int) -> Segments | None:
         """The matrices in what this rank holds of a parameter; None for AdamW's."""
         group_index, _, offset, numel = self.grad_position[number]
-        if group_index >= len(self.muon_groups):
+        if group_index >= len(self._parts):
             return None
         if number not in self._segments:
-            parts = self.muon_groups[group_index].parts(offset, offset + numel)
-            self._segments[number] = Segments.of(parts, numel, self.accelerator)
+            held = self._parts[group_index](offset, offset + numel)
+            self._segments[number] = Segments.of(held, numel, self.accelerator)
         return self._segments[number]
 
     def _squares_of_group(self, group_index: int) -> Tensor:
@@ -184,7 +186,7 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
                 sums.append(squares)
             elif (segments := self._segments_of(number)) is not None:
                 sums.append(zeros(segments.matrices))
-        return torch.cat(sums) if group_index < len(self.muon_groups) else torch.cat(sums).sum()
+        return torch.cat(sums) if group_index < len(self._parts) else torch.cat(sums).sum()
 
     def update_offload_overflow_tracker(self, grad: Tensor | None) -> None:
         """Hears of a gradient that a script has set after a backward pass: all are measured where they are."""
@@ -262,14 +264,14 @@ class OffloadZero(deepspeed_zero.DeepSpeedZeroOptimizer):  # type: ignore[misc]
         own: Tensor = self.parallel_partitioned_bit16_groups[group_index][rank].detach()
         return own
 
-    def sent_up(self, group_index: int, part: HostPart) -> Iterator[Stretch]:
-        """The updates of a group on the host. Weights that have moved go up while the next are computed."""
-        assert self.ferry is not None
-        weights, there = (
-            self.single_partition_of_fp32_groups[group_index].detach(),
-            self._own_model_weights(group_index),
-        )
-        for stretch in part.stretches():
+    def sent_up(self, group_index: int, stretches: Iterable[Stretch]) -> Iterator[Stretch]:
+        """The updates of a group. With offload, weights that have moved go up while the next are computed."""
+        if self.ferry is None:
+            yield from stretches
+            return
+        weights = self.single_partition_of_fp32_groups[group_index].detach()
+        there = self._own_model_weights(group_index)
+        for stretch in stretches:
             here = slice(stretch.offset, stretch.offset + stretch.update.numel())
             goal = self.ferry.goal(there[here])
             yield stretch._replace(rounded=goal)

@@ -43,7 +43,7 @@ import ds_muon
 from ds_muon.agree import agree
 from ds_muon.capture import NanCapture
 from ds_muon.exchange import element_bytes
-from ds_muon.muon_group import MuonGroup, in_turns
+from ds_muon.muon_group import MuonGroup, Staged, in_turns
 from ds_muon.passes import Held, Segments
 from ds_muon.plan.partition import GroupPlan, Plan
 from ds_muon.plan.rates import RATES, Rates
@@ -147,7 +147,7 @@ def step_ms(plan: GroupPlan, rank: int, names: list[str], steps: int) -> float:
     def step() -> None:
         moves = group.squares(partition).ne(0)
         group.moves_here(partition, moves)
-        in_turns([group.run_stage(partition, None, moves)])
+        in_turns([group.run_stage(Staged(partition, moves))])
 
     with patch.object(MuonGroup, "orthogonalize", zeros), patch.object(dist, "all_to_all_single", sends_nothing):
         return median_ms(step, steps)

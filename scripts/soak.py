@@ -61,8 +61,8 @@ GROWTH = {
     **{"graphs": (0.0, 64.0), "shm": (0.0, 0.0), "blocks": (0.01, 0.5)},
 }
 TITLES = {
-    **{"rss": "memory, MiB", "device": "of the device, MiB", "reserved": "reserved there, MiB", "files": "open files"},
-    **{"threads": "threads", "graphs": "CUDA graphs", "shm": "/dev/shm, MiB", "blocks": "Python's blocks, k"},
+    **{"rss": "memory, MiB", "device": "GPU memory, MiB", "reserved": "GPU reserved, MiB", "files": "open files"},
+    **{"threads": "threads", "graphs": "CUDA graphs", "shm": "/dev/shm, MiB", "blocks": "Python's objects, k"},
 }
 
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ds_muon.files import writing
 from ds_muon.plan_cost import StepCost
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_INK = "#768390"  # legible on white and on black
 _COLOURS = ("#0072b2", "#56b4e9", "#999999", "#e69f00", "#ddcc77", "#882255", "#cc79a7", "#009e73")
 
 
@@ -55,6 +60,16 @@ def draw_costs(path: Path, costs: Mapping[str, Sequence[StepCost]], tflops: floa
         ImportError: matplotlib is missing.
     """
     from matplotlib import rc_context
+
+    ink = {name: _INK for name in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")}
+    kind = path.suffix[1:].lower()
+    # The same numbers make the same file.
+    with rc_context({**ink, "svg.fonttype": "none", "svg.hashsalt": "ds_muon"}), writing(path) as file:
+        metadata = {"Date": None} if kind == "svg" else None
+        _figure_of(costs, tflops).savefig(file, format=kind, dpi=150, transparent=True, metadata=metadata)
+
+
+def _figure_of(costs: Mapping[str, Sequence[StepCost]], tflops: float) -> Figure:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
@@ -78,17 +93,14 @@ def draw_costs(path: Path, costs: Mapping[str, Sequence[StepCost]], tflops: floa
     axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
     axes.set_xlabel("ranks")
-    axes.set_ylabel(f"ms by the model at {tflops:g} TFLOP/s")
+    axes.set_ylabel(f"ms of a step, estimated at {tflops:g} TFLOP/s")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     styles = [
-        ("o", "-", "step, exchange included"),
-        ("", "--", "Newton-Schulz of the most loaded rank, if every holder does it"),
+        ("o", "-", "DSMuon, exchange included"),
+        ("", "--", "Newton-Schulz of the busiest rank, if every holder of a matrix does it"),
         ("", ":", "Newton-Schulz, mean of the ranks"),
     ]
-    lines = [Line2D([], [], color="#333333", marker=marker, markersize=4, linestyle=line) for marker, line, _ in styles]
+    lines = [Line2D([], [], color=_INK, marker=marker, markersize=4, linestyle=line) for marker, line, _ in styles]
     axes.legend(lines, [label for *_, label in styles], frameon=False, fontsize=9, loc="upper right")
-    # The same numbers make the same file.
-    kind = path.suffix[1:].lower()
-    with rc_context({"svg.hashsalt": "ds_muon"}), writing(path) as file:
-        figure.savefig(file, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+    return figure

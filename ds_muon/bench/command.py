@@ -6,7 +6,7 @@ import argparse
 from types import ModuleType
 
 from ds_muon.bench import newton_schulz, step
-from ds_muon.options import add_outputs, json_object, positive, shape
+from ds_muon.options import Paragraphs, add_outputs, json_object, positive, shape
 from ds_muon.orthogonalize import BACKENDS, COEFFICIENTS
 from ds_muon.orthogonalize.defaults import NS_COEFFICIENTS
 
@@ -16,12 +16,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     subjects = parser.add_subparsers(required=True, metavar="SUBJECT")
 
     def subject(name: str, module: ModuleType, summary: str) -> argparse.ArgumentParser:
-        as_it_is = argparse.RawDescriptionHelpFormatter
-        parser = subjects.add_parser(name, help=summary, description=module.__doc__, formatter_class=as_it_is)
+        parser = subjects.add_parser(name, help=summary, description=module.__doc__, formatter_class=Paragraphs)
         parser.set_defaults(run=module.run)
         return parser
 
-    parser = subject("newton-schulz", newton_schulz, "our backends beside every peer that is installed")
+    parser = subject("newton-schulz", newton_schulz, "beside other implementations that are installed")
     parser.add_argument(
         "--shapes", type=shape, nargs="+", metavar="BxRxC", help="batch x rows x cols, such as 24x1024x4096"
     )

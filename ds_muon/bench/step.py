@@ -6,14 +6,18 @@ sources, as bytes), same order. What a config does not name is DeepSpeed's defau
 1.0. Where the engines would not fit on the device together, they are built one after another instead, in two passes
 (A B C A B C), so that a drift does not fall on one of them alone; `--together` overrules the estimate.
 
-    iteration      median of the rounds, of the slowest rank; from an idle device to an idle device
-    surcharge      what that is above AdamW's (FusedAdam's; torch's where FusedAdam is missing)
-    of Muon's      the surcharge over that of DeepSpeed's Muon
-    resident       memory that building the engine added and that stays after its first steps; the rank with most
-    peak           the most that was allocated in its iterations, less what the other engines hold; the rank with most
-    on the wire    bytes sent by all ranks in one iteration: a ring's for the gradients' all-reduce and for the
-                   all-gather of the weights, from the parameter counts; the exchange of travelling matrices, by the
-                   plan
+    iteration    median of the rounds, of the slowest rank; from an idle device
+                 to an idle device
+    surcharge    what that is above AdamW's (FusedAdam's; torch's where
+                 FusedAdam is missing)
+    of Muon's    the surcharge over that of DeepSpeed's Muon
+    resident     memory that building the engine added and that stays after its
+                 first steps; the rank with most
+    peak         the most that was allocated in its iterations, less what the
+                 other engines hold; the rank with most
+    on the wire  bytes that all ranks send in an iteration: gradients and
+                 weights as rings do, from the parameter counts; the exchange
+                 of matrices that several ranks hold, by the plan
 
 DSMuon's parts come from iterations of their own, after the others, in which the device is idle whenever a part begins
 or ends: they overlap nothing, and may add up to more than the median above.

@@ -6,9 +6,13 @@ import re
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import date, datetime, time, timedelta, timezone
+from fractions import Fraction
 from pathlib import Path
 from pickle import UnpicklingError
+from types import SimpleNamespace
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 import torch
@@ -16,6 +20,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint, safe_globals
+from torch.torch_version import TorchVersion
 
 from ds_muon.say import printable
 
@@ -32,7 +37,10 @@ _KINDS = np.typecodes["All"].translate({ord(kind): None for kind in "OV"})
 _DTYPES = [np.ndarray, np.dtype, *{type(np.dtype(kind)) for kind in _KINDS}]
 # Arguments may be paths, whose module has another name in Python 3.13.
 _PATHS = [(type(Path()), f"{module}.{type(Path()).__name__}") for module in ("pathlib", "pathlib._local")]
-_TYPES = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address, Namespace, *_PATHS, *_OF_NUMPY, *_DTYPES]
+# Of Python's own. Torch fills no other list than list, and no defaultdict.
+_VALUES = [frozenset, range, slice, date, datetime, time, timedelta, timezone, Fraction, UUID]
+_OF_DEEPSPEED = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+_TYPES = [*_OF_DEEPSPEED, *_VALUES, Namespace, SimpleNamespace, TorchVersion, *_PATHS, *_OF_NUMPY, *_DTYPES]
 
 
 def read_file(path: Path, *, trusted: bool = False, mapped: bool = True) -> dict[str, Any]:

@@ -15,10 +15,13 @@ DESCRIPTION = """\
 Write a checkpoint of another optimizer so that DSMuon loads it, at any world size: engine.load_checkpoint(OUT), or
 resume_from_checkpoint=OUT with Hugging Face's Trainer. From ZeRO stages 1 and 2:
 
-  AdamW, Adam    moments and steps, of what stays in AdamW; Muon's momentum starts from zero
-  Muon           DeepSpeed's: its momentum is the same average as DSMuon's. It is left out where gradients carried a
-                 dynamic loss scale, in whose units it then is; moments as above
-  DSMuon         of an early version, whose shards load only in the layout that saved them: everything
+  AdamW, Adam  moments and steps, of what stays in AdamW; Muon's momentum
+               starts from zero
+  Muon         DeepSpeed's: its momentum is the same average as DSMuon's. It is
+               left out where gradients carried a dynamic loss scale, in whose
+               units it then is; moments as above
+  DSMuon       of an early version, whose shards load only in the layout that
+               saved them: everything
 
 The loading run routes the parameters: what they have no use for is left, and what they lack starts from zero; a line
 says which. Rates, settings and weight decay are those of the loading run. Exit code: 0, or 2 with the reason.
@@ -33,7 +36,6 @@ _NAMES_SHOWN = 4
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Those of ``ds-muon migrate``."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_folders(parser, DESCRIPTION, from_another)
 
 

@@ -62,7 +62,10 @@ class Ordinary:
         self.root, self.folder = _root_and_folder(path)
         self.model_path = self.folder / MODEL_FILE
         if not self.model_path.is_file():
-            raise ConversionError(f"{path} is no checkpoint of DeepSpeed's: there is no {self.model_path}")
+            raise ConversionError(
+                f"{path} is no checkpoint of DeepSpeed's: there is no {self.model_path}; give the folder that holds "
+                "latest, or that of one checkpoint, such as global_step1000"
+            )
         if (self.folder / MODEL_FILE.replace("00", "01")).exists():
             raise ConversionError(
                 f"{self.folder} is of a tensor- or pipeline-parallel model, whose pieces are not read"

@@ -38,7 +38,7 @@ def add_folders(parser: argparse.ArgumentParser, description: str, run: Callable
         "--trust", action="store_true",
         help="read IN by pickle, which runs whatever code its files name: for a script's own objects in them"
     )  # fmt: skip
-    parser.set_defaults(run=lambda options: _run(options, run))
+    parser.set_defaults(run=lambda options: _run(parser.prog, options, run))
 
 
 def of_dsmuon(source: Ordinary, out: Path) -> None:
@@ -58,12 +58,12 @@ def tell_done(source: Ordinary, done: Converted, what: str) -> None:
     tell(f"{printable(str(done.folder))}: {what} (saved by {printable(saved)})")
 
 
-def _run(options: argparse.Namespace, work: Callable[[Ordinary, Path], None]) -> int:
+def _run(command: str, options: argparse.Namespace, work: Callable[[Ordinary, Path], None]) -> int:
     try:
         work(Ordinary(options.source, trusted=options.trust), options.out)
     except Exception as error:  # other than these: whatever comes of a file that DeepSpeed has not written
         known = isinstance(error, ValueError | OSError)
         reason = str(error) if known else f"{options.source} is damaged, or not of DeepSpeed: {error!r}"
-        tell(f"ds-muon: {printable(reason)}", to=sys.stderr)
+        tell(f"{command}: {printable(reason)}", to=sys.stderr)
         return NOT_DONE
     return DONE

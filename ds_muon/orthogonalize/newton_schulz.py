@@ -53,11 +53,6 @@ class Iteration:
         return "gram" if any(len(block) > 1 for block in self.blocks) else "standard"
 
     @property
-    def multiplications(self) -> int:
-        """How often X is multiplied."""
-        return len(self.blocks)
-
-    @property
     def buffers(self) -> int:
         """How many (batch, m, m) buffers the products can use in turns.
 
@@ -72,9 +67,9 @@ class Iteration:
         one. A triple with c = 0 saves ``m^3``, because it needs no ``R^2``.
         """
         m, n = sorted((rows, cols))
-        steps = [triple for block in self.blocks for triple in block]
+        multiplications, steps = len(self.blocks), [triple for block in self.blocks for triple in block]
         polynomials = sum(c != 0 for _, _, c in steps)
-        return (polynomials + 3 * (len(steps) - self.multiplications)) * m**3 + 3 * self.multiplications * m * m * n
+        return (polynomials + 3 * (len(steps) - multiplications)) * m**3 + 3 * multiplications * m * m * n
 
     def run(self, x: Tensor, ops: Operations, other: Tensor | None = None) -> Tensor:
         """Apply the polynomials of all steps, one after another, to the singular values of X.

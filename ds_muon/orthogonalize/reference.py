@@ -20,7 +20,7 @@ def reference_newton_schulz(
     ns_steps: int | None = NS_STEPS,
     ns_coefficients: str | Sequence[Sequence[float]] = NS_COEFFICIENTS,
 ) -> Tensor:
-    """The fp64 result for one matrix.
+    """The fp64 result for one matrix: from X / ||X||_F on, X <- a X + b (X X^T) X + c (X X^T)^2 X, a triple a step.
 
     Args:
         matrix: (rows, cols), any real dtype; not modified.

@@ -191,7 +191,7 @@ def _orthogonalize(
         result, other, *rest = room
         buffers, sums = rest[: layout.buffers], rest[layout.buffers :]
         # The passes write to both in turns, and the last one to the result.
-        x, other = (other, result) if iteration.multiplications % 2 else (result, other)
+        x, other = (other, result) if len(iteration.blocks) % 2 else (result, other)
         normalize(addresses, x, iteration.eps, sums, aligned=aligned)
         return x.mT if tall else x, TritonProducts(buffers, tile), other.mT if tall else other
 

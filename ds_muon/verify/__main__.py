@@ -19,6 +19,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_muon.config import DSMuonConfigError
 from ds_muon.extras import how_to_install
+from ds_muon.options import Paragraphs
 from ds_muon.ranks import OF_MPI, finish, say_why
 from ds_muon.refusals import DSMuonRefusal
 from ds_muon.routing import RoutingError
@@ -34,9 +35,7 @@ _SAID_IN_WORDS = (CannotVerify, DSMuonConfigError, DSMuonRefusal, RoutingError)
 
 def main() -> NoReturn:
     """Run this rank's part and end the process with the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m ds_muon.verify", formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(prog="python -m ds_muon.verify", formatter_class=Paragraphs)
     add_options(parser)
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher's
     options = parser.parse_args()

@@ -21,7 +21,7 @@ from torch import Tensor
 from ds_muon.exchange import Transfer
 from ds_muon.guard import Findings, Verdict
 from ds_muon.layout import out_and_in
-from ds_muon.muon_group import MuonGroup, in_turns
+from ds_muon.muon_group import MuonGroup, Staged, in_turns
 from ds_muon.orthogonalize import orthogonalize
 from ds_muon.passes import Moves
 from ds_muon.plan.partition import GroupPlan, Matrix, Unit
@@ -150,8 +150,8 @@ def _idle_moves(zero: Any, replace: _Replace) -> Callable[[], None]:
     (param,) = (param for param, name in zero.param_names.items() if name == chosen.tensor)
     steps: list[int] = []
 
-    def commit(original: Callable[..., None], gradients: list[Tensor], findings: Findings) -> None:
-        original(gradients, findings)
+    def commit(original: Callable[..., None], *args: Any) -> None:
+        original(*args)
         steps.append(len(steps))
 
     def measure(original: Callable[..., Verdict], gradients: list[Tensor]) -> Verdict:
@@ -173,13 +173,13 @@ def _slice(zero: Any, replace: _Replace) -> None:
     """Every holder of a straddling matrix orthogonalizes its own slice, zeros in place of the rest."""
     _a_straddling_matrix(zero)
 
-    def orthogonalize_slices(group: MuonGroup, plan: GroupPlan, begun: _Begun) -> None:
-        partition, variance = begun.partition, begun.variance
+    def orthogonalize_slices(group: MuonGroup, plan: GroupPlan, staged: Staged, u: Tensor) -> None:
+        partition, variance = staged.flat, staged.variance
         for unit, part in plan.held(_rank(zero)):
             if not unit.straddles:
                 continue
             alone = partition.new_zeros(unit.rows, unit.cols)
-            alone.view(-1)[part.start : part.start + part.numel] = _held(begun.u, part)
+            alone.view(-1)[part.start : part.start + part.numel] = _held(u, part)
             for matrix in unit.matrices:
                 (output,) = orthogonalize([matrix.piece.matrix(alone, matrix.number)], zero.newton_schulz)
                 if group.row_variance is not None and variance is not None:
@@ -198,8 +198,8 @@ def _slice(zero: Any, replace: _Replace) -> None:
 def _orthogonalized_twice(zero: Any, replace: _Replace) -> None:
     """Newton-Schulz runs on the result of Newton-Schulz, as when two layers of code each do it."""
 
-    def orthogonalize_twice(group: MuonGroup, plan: GroupPlan, begun: _Begun) -> None:
-        in_turns([MuonGroup.run_stage(group, begun.partition, begun.variance, begun.moves)])
+    def orthogonalize_twice(group: MuonGroup, plan: GroupPlan, staged: Staged, u: Tensor) -> None:
+        in_turns([MuonGroup.run_stage(group, staged)])
 
     _spoil_updates(zero, replace, orthogonalize_twice)
 
@@ -213,17 +213,17 @@ def _transposed(zero: Any, replace: _Replace) -> None:
     if not any(is_tall(unit) for unit in zero.plan.units):
         raise CannotVerify("no tall matrix lies whole on one rank")
 
-    def transpose(group: MuonGroup, plan: GroupPlan, begun: _Begun) -> None:
+    def transpose(group: MuonGroup, plan: GroupPlan, staged: Staged, u: Tensor) -> None:
         for unit, part in plan.held(_rank(zero)):
             if is_tall(unit):
-                stored = _held(begun.partition, part)
+                stored = _held(staged.flat, part)
                 stored.copy_(stored.view(unit.rows, unit.cols).mT.reshape(-1))
 
     _spoil_updates(zero, replace, transpose)
 
 
 def _conv1d_scale(zero: Any, replace: _Replace) -> None:
-    """A weight that is stored in x out, as transformers' Conv1D does, gets the scale of its transpose."""
+    """A weight that is stored as (in, out), as transformers' Conv1D does, gets the scale of its transpose."""
     adjust_lr_fn = zero.optimizer.config.adjust_lr_fn
 
     def scale(original: Callable[[Matrix], float], matrix: Matrix) -> float:
@@ -232,7 +232,7 @@ def _conv1d_scale(zero: Any, replace: _Replace) -> None:
     matrices = zero.plan.matrices
     if all(update_scale(adjust_lr_fn, *m.sides) == update_scale(adjust_lr_fn, m.rows, m.cols) for m in matrices):
         raise CannotVerify(
-            "no weight is stored in x out, as transformers' Conv1D stores it, and has another scale than its transpose"
+            "no weight that is stored as (in, out), as transformers' Conv1D's, has another scale than its transpose"
         )
     for group in zero.muon_groups:
         replace("_scale", scale, group)
@@ -253,16 +253,16 @@ def _unsplit(zero: Any, replace: _Replace) -> None:
     if zero.optimizer.config.variant == "normuon":
         raise CannotVerify("with NorMuon, rows are also evened out by moments that such a tensor does not have")
 
-    def together(group: MuonGroup, plan: GroupPlan, begun: _Begun) -> None:
+    def together(group: MuonGroup, plan: GroupPlan, staged: Staged, u: Tensor) -> None:
         for name in several:
             held = [(unit, part) for unit, part in plan.held(_rank(zero)) if unit.tensor == name]
             if held:
                 start, end = held[0][1].offset, held[-1][1].offset + held[-1][1].numel
-                u = begun.u[start:end].view(-1, held[0][0].cols)
-                (output,) = orthogonalize([u], zero.newton_schulz)
-                sides = out_and_in(u.shape[0], u.shape[1], held[0][0].matrices[0].layout)
+                one = u[start:end].view(-1, held[0][0].cols)
+                (output,) = orthogonalize([one], zero.newton_schulz)
+                sides = out_and_in(one.shape[0], one.shape[1], held[0][0].matrices[0].layout)
                 scale = update_scale(zero.optimizer.config.adjust_lr_fn, *sides)
-                begun.partition[start:end].copy_(output.reshape(-1)).mul_(scale)
+                staged.flat[start:end].copy_(output.reshape(-1)).mul_(scale)
 
     _spoil_updates(zero, replace, together)
 
@@ -291,13 +291,16 @@ def _padding(zero: Any, replace: _Replace) -> None:
 def _clipped_update(zero: Any, replace: _Replace) -> None:
     """Updates are clipped to the norm that ``gradient_clipping`` allows gradients (1 where it is off)."""
 
-    def commit(original: Callable[..., None], gradients: list[Tensor], findings: Findings) -> None:
-        square = torch.stack([gradient.double().square().sum() for gradient in gradients]).sum()
+    def commit(
+        original: Callable[..., None], staged: list[Staged], gradients: list[Tensor], findings: Findings
+    ) -> None:
+        flats = [*(of_group.flat for of_group in staged), *gradients]
+        square = torch.stack([flat.double().square().sum() for flat in flats]).sum()
         dist.all_reduce(square, group=zero.dp_process_group)
         factor = min(1.0, (zero.clip_grad or 1.0) / (math.sqrt(float(square)) + 1e-6))
-        for update in _of_muon(zero, gradients):
-            update.mul_(factor)
-        original(gradients, findings)
+        for of_group in staged:
+            of_group.flat.mul_(factor)
+        original(staged, gradients, findings)
 
     replace("commit", commit)
 
@@ -307,11 +310,11 @@ def _weight_decay(zero: Any, replace: _Replace) -> None:
     rates = [group["weight_decay"] for group in zero.param_groups if not group["use_muon"]]
     decay = max(rates, default=0.0) or _WEIGHT_DECAY
 
-    def commit(original: Callable[..., None], gradients: list[Tensor], findings: Findings) -> None:
+    def commit(original: Callable[..., None], *args: Any) -> None:
         for group, flat in zip(zero.param_groups, zero.single_partition_of_fp32_groups, strict=True):
             if group["use_muon"]:
                 flat.data.mul_(1 - group["lr"] * decay)
-        original(gradients, findings)
+        original(*args)
 
     replace("commit", commit)
 
@@ -376,34 +379,21 @@ def _keep_on_the_last_rank(zero: Any, replace: _Replace, tensors: Sequence[Tenso
     replace(method, forgetful)
 
 
-@dataclass(frozen=True)
-class _Begun:
-    """What a Muon group has been given: its partition, to be overwritten, NorMuon's variance, what moves; and U."""
-
-    partition: Tensor
-    variance: Tensor | None
-    moves: Tensor
-    u: Tensor
-
-
-def _spoil_updates(zero: Any, replace: _Replace, spoil: Callable[[MuonGroup, GroupPlan, _Begun], None]) -> None:
-    """Have ``spoil`` change what each Muon group has made of its partition."""
+def _spoil_updates(zero: Any, replace: _Replace, spoil: Callable[[MuonGroup, GroupPlan, Staged, Tensor], None]) -> None:
+    """Have ``spoil`` change what each Muon group has made of U in its partition."""
     if zero.cpu_offload:
         raise CannotVerify("with CPU offload updates lie in several places: plant it without offload_optimizer")
     for plan, group in zip(zero.plan.groups, zero.muon_groups, strict=True):
 
         def run_stage(
-            original: Callable[..., Iterator[None]],
-            partition: Tensor,
-            variance: Tensor | None,
-            moves: Tensor,
-            advance: None = None,
+            original: Callable[[Staged], Iterator[None]],
+            staged: Staged,
             plan: GroupPlan = plan,
             group: MuonGroup = group,
         ) -> Iterator[None]:
-            begun = _Begun(partition, variance, moves, partition.clone())
-            yield from original(partition, variance, moves, advance)
-            spoil(group, plan, begun)
+            u = staged.flat.clone()
+            yield from original(staged)
+            spoil(group, plan, staged, u)
 
         replace("run_stage", run_stage, group)
 

@@ -281,6 +281,12 @@ def test_the_picture_shows_what_was_measured(script: dict[str, Any], tmp_path: P
     assert drawn == committed and "102.5" in drawn, "run python scripts/render_measured.py"
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.svg")), ids=lambda path: path.stem)
+def test_pictures_are_legible_on_a_dark_page(path: Path) -> None:
+    colours = re.findall(r"(?:fill|stroke): #(\w{6})", path.read_text())
+    assert colours and not {"ffffff", "000000"} & set(colours)
+
+
 @pytest.mark.parametrize(
     ("title", "model", "options"),
     [

@@ -200,7 +200,7 @@ def test_what_a_file_says_of_itself_begins_no_line(
     content["settings"]["backend"] = fake
     torch.save(content, path)
     assert cli.main(["replay", str(path)]) == 2
-    out = capsys.readouterr().out
+    out = "".join(capsys.readouterr())
     assert "\x1b" not in out and not any(line.startswith("AT FAULT") for line in out.splitlines())
 
 
@@ -210,8 +210,8 @@ def test_a_file_that_cannot_be_read_is_told_and_the_others_are_replayed(
     good = saved(tmp_path, monkeypatch, gaussian(8, 8), NewtonSchulz.resolve(CPU))
     (tmp_path / "bad.pt").write_text("hello")
     assert cli.main(["replay", str(tmp_path / "bad.pt"), str(good)]) == 2
-    out = capsys.readouterr().out
-    assert "bad.pt is damaged, or no capture of ds_muon" in out and "NOT REPRODUCED" in out
+    out, error = capsys.readouterr()
+    assert "bad.pt is damaged, or no capture of ds_muon" in error and "NOT REPRODUCED" in out
 
 
 @pytest.mark.parametrize("table", COEFFICIENTS)

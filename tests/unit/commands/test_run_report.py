@@ -72,17 +72,17 @@ def test_every_panel_is_drawn_of_what_belongs_to_it(folder: Path) -> None:
         "Loss": ["Train_loss"],
         "Learning rate": ["muon", "adamw"],
         "Norm of the gradients": ["muon", "adamw"],
-        "Norm of U": ["h.<i>&.weight"],
+        "Norm of what Newton-Schulz gets": ["h.<i>&.weight"],
         "Steps skipped so far": ["bad_updates"],
         "Largest error of a check, over its tolerance": ["verify"],
-        "Most loaded rank over the mean": ["balance"],
+        "Newton-Schulz of the busiest rank, over the mean": ["balance"],
         "Loss scale": ["Train_Samples_loss_scale"],
     }
     figure = draw(log, panels)
     assert [axes.get_title(loc="left") for axes in figure.axes] == list(panels)
     loss = figure.axes[0].get_lines()[0]
     assert (list(loss.get_xdata()), list(loss.get_ydata())) == ([8, 16, 32], [5.5, 4.5, 4.0])
-    assert loss.get_label() == "Train_loss (1 not finite)"
+    assert loss.get_label() == "Train_loss (not shown: 1 not finite)"
     assert figure.axes[2].get_yscale() == "log" and figure.axes[0].get_yscale() == "linear"
     assert sentence_of(log) == (
         "32 samples; Train_loss 4; 3 skipped for bad updates; WRONG: 1 check of an update beyond tolerance"
@@ -118,7 +118,7 @@ def test_what_a_logarithmic_axis_cannot_show_is_a_gap_and_said() -> None:
     axes = drawn({1: 0.0, 2: 1e-3, 3: 0.0, 4: 2e-3, 5: float("nan")}, "DSMuon_lr_muon")
     (line,) = axes.get_lines()
     assert [math.isfinite(y) for _, y in axes.transData.transform(line.get_xydata())] == [False, True, False, True]
-    assert line.get_label() == "muon (1 not finite, 2 not above 0)"
+    assert line.get_label() == "muon (not shown: 1 not finite, 2 at 0)"
     axes = drawn({1: 0.0, 2: 0.0}, "DSMuon_lr_muon")
     assert axes.get_yscale() == "linear" and axes.get_lines()[0].get_label() == "muon"
 

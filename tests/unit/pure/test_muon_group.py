@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ds_muon.capture import NanCapture
 from ds_muon.exchange import Transfer
-from ds_muon.muon_group import MuonGroup, in_turns
+from ds_muon.muon_group import MuonGroup, Staged, in_turns
 from ds_muon.orthogonalize import BACKENDS, NewtonSchulz, orthogonalize
 from ds_muon.orthogonalize.torch_backend import TorchOperations
 from tests.unit.support.plans import group_plan
@@ -104,7 +104,7 @@ class Rank0:
         )[1]
 
     def run_stage(self) -> Iterator[None]:
-        return self.group.run_stage(self.partition, None, torch.ones(len(self.plan.units), dtype=torch.bool))
+        return self.group.run_stage(Staged(self.partition, torch.ones(len(self.plan.units), dtype=torch.bool)))
 
     def assert_right(self) -> None:
         for (_, piece), output in zip(self.plan.held(0), self._expected, strict=True):

@@ -96,17 +96,26 @@ def test_the_table_has_times_at_the_given_rates() -> None:
         step_cost(MODELS["gpt-1.2b"](), 64, SETTINGS), seconds=0, seconds_by_holders=0
     )
     assert cost.seconds >= max(cost.busiest_flops / 100e12, cost.busiest_bytes / 10e9)
-    line, ranks, _ = (block.splitlines()[-1].split() for block in table([cost], 50e9).split("\n\n"))
-    assert [int(text) for text in line[:3]] == [64, cost.straddling, cost.moved]
-    assert [float(text) for text in line[5:7]] == pytest.approx(
-        [1e3 * cost.seconds, 1e3 * cost.seconds_by_holders], abs=0.01
-    )
-    assert [int(text) for text in line[7:9]] == [cost.runs, cost.runs_each_holder]
-    shown = [cost.exchange_memory, cost.step_memory, cost.saved_memory]
-    assert [1e6 * float(text) for text in ranks[7:]] == pytest.approx(shown, abs=5e5)
+    blocks = table([cost], 50e9).split("\n\n")
+    step, work, others, memory, _ = ([float(text) for text in block.splitlines()[-1].split()] for block in blocks)
+    assert step[:4] == [64, pytest.approx(1e3 * cost.seconds, abs=0.01), cost.straddling, cost.moved]
+    assert [1e6 * size for size in step[4:]] == pytest.approx([cost.moved_bytes, cost.busiest_bytes], abs=5e5)
     loads = [1e-12 * load for load in (min(cost.loads), sum(cost.loads) / 64, max(cost.loads))]
-    balances = [cost.balance, cost.balance_if_free, cost.balance_by_holders]
-    assert [float(text) for text in ranks[:7]] == pytest.approx([64, *loads, *balances], abs=0.01)
+    assert work == pytest.approx([64, *loads, cost.balance], abs=0.01)
+    kept = 1e3 * cost.seconds_by_holders, cost.balance_by_holders
+    repeated = cost.runs_each_holder, cost.over_ours
+    assert others == pytest.approx([64, *kept, cost.balance_if_free, *repeated], abs=0.01)
+    shown = [cost.exchange_memory, cost.step_memory, cost.saved_memory]
+    assert [1e6 * size for size in memory[1:]] == pytest.approx(shown, abs=5e5)
+
+
+def test_the_table_fits_a_narrow_terminal_and_has_one_line_of_headings() -> None:
+    costs = [step_cost(MODELS["llama-3-70b"](), ranks, SETTINGS, rates=Rates(ranks_per_node=8)) for ranks in (8, 4096)]
+    for block in table(costs, 50e9).split("\n\n"):
+        lines = block.splitlines()
+        assert max(map(len, lines)) <= 80
+        (at,) = (number for number, line in enumerate(lines) if line.startswith("ranks  "))
+        assert len(lines) == at + 3, "one line for each number of ranks"
 
 
 @pytest.mark.parametrize(
@@ -154,12 +163,12 @@ def test_the_table_has_what_travels_by_either_link(capsys: pytest.CaptureFixture
     head, *blocks = capsys.readouterr().out.strip().split("\n\n")
     assert "40 GB/s per rank between nodes of 8, 300 in one" in head
     cost = step_cost(MODELS["llama-3-8b"](), 1024, SETTINGS, rates=Rates(5e14, 4e10, 1e-4, 0.02, 3e11, 8))
-    moves, by_link, *_ = (block.splitlines()[-1].split() for block in blocks)
-    assert float(moves[5]) == pytest.approx(1e3 * cost.seconds, abs=0.01)
-    ranks, *sent, ours, unknown = map(float, by_link)
-    assert ranks == 1024 and sent[0] + sent[2] == float(moves[3])
-    assert sent == pytest.approx([28991.0, 286.3, 4831.8, 75.5, 19327.4, 302.0], abs=0.5)
-    assert ours == unknown == pytest.approx(cost.balance, abs=0.01)
+    step, by_link, no_nodes, *_ = ([float(text) for text in block.splitlines()[-1].split()] for block in blocks)
+    assert step[1] == pytest.approx(1e3 * cost.seconds, abs=0.01)
+    assert by_link == pytest.approx([1024, 28991.0, 286.3, 4831.8, 75.5], abs=0.5)
+    assert by_link[1] + by_link[3] == step[4]
+    assert no_nodes[:3] == pytest.approx([1024, 19327.4, 302.0], abs=0.5)
+    assert no_nodes[3] == pytest.approx(cost.balance, abs=0.01)
 
 
 @pytest.mark.parametrize(("model", "world_size"), [("gpt-1.2b", 64), ("llama-3-8b", 100), ("llama-3-70b", 256)])

@@ -6,10 +6,14 @@ import re
 import sys
 from argparse import Namespace
 from collections import OrderedDict
+from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+from uuid import UUID
 
 import numpy as np
 import pytest
@@ -45,7 +49,9 @@ def test_what_checkpoints_hold_is_read(tmp_path: Path) -> None:
     "value",
     [
         np.float64(1) < 2, np.array([True, False]), np.complex64(1j), np.array(["a", "bc"]), np.array([b"a"]),
-        np.datetime64("2026-01-01"), Namespace(out=Path("a/b"), steps=3), Path("/a"),
+        np.datetime64("2026-01-01"), Namespace(out=Path("a/b"), steps=3), Path("/a"), frozenset([1]), range(3),
+        slice(2), Fraction(1, 3), UUID(int=7), torch.__version__,
+        date(2026, 1, 1), datetime(2026, 1, 1, 12, tzinfo=timezone.utc), time(12), timedelta(1), SimpleNamespace(a=1),
     ],
 )  # fmt: skip
 def test_what_scripts_keep_is_read_and_nothing_is_said_of_it(tmp_path: Path, value: Any) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ds_muon import muon_update
+from ds_muon.muon_group import Staged
 from ds_muon.sample.gpt import GPT
 from ds_muon.verify import CannotVerify, UpdateCheck, UpdateRecord
 from ds_muon.verify.engine_view import MuonRule
@@ -76,45 +77,45 @@ def refusal_of(config: dict[str, Any], fault: str) -> str:
         return str(error)
 
 
-def swap_two_updates(original: Any, zero: Any, gradients: list[Tensor], findings: Any) -> None:
+def swap_two_updates(original: Any, zero: Any, staged: list[Staged], *args: Any) -> None:
     """Two matrices of one shape on one rank get each other's update."""
     held = zero.plan.groups[0].held(torch.distributed.get_rank())
     square = [piece for matrix, piece in held if not matrix.straddles and matrix.rows == matrix.cols]
-    first, second = (gradients[0].narrow(0, piece.offset, piece.numel) for piece in square[:2])
+    first, second = (staged[0].flat.narrow(0, piece.offset, piece.numel) for piece in square[:2])
     kept = first.clone()
     first.copy_(second)
     second.copy_(kept)
-    original(gradients, findings)
+    original(staged, *args)
 
 
-def change_one_weight(original: Any, zero: Any, gradients: list[Tensor], findings: Any) -> None:
+def change_one_weight(original: Any, zero: Any, staged: list[Staged], *args: Any) -> None:
     """One element of one rank's fp32 weights moves by a thousandth more."""
-    original(gradients, findings)
+    original(staged, *args)
     if torch.distributed.get_rank() == 0:
         zero.single_partition_of_fp32_groups[0].data[7] += 1e-3
 
 
-def lose_one_element(original: Any, zero: Any, gradients: list[Tensor], findings: Any) -> None:
+def lose_one_element(original: Any, zero: Any, staged: list[Staged], *args: Any) -> None:
     """One element of rank 0's partition, one as large as usual, is not updated."""
     if torch.distributed.get_rank() == 0:
-        update = gradients[0]
+        update = staged[0].flat
         update[(update.abs() - update.square().mean().sqrt()).abs().argmin()] = 0
-    original(gradients, findings)
+    original(staged, *args)
 
 
-def forget_the_variance(original: Any, zero: Any, gradients: list[Tensor], findings: Any) -> None:
-    zero.muon_groups[0].commit = lambda variance: None
-    original(gradients, findings)
+def forget_the_variance(original: Any, zero: Any, staged: list[Staged], *args: Any) -> None:
+    staged[0].rows = None
+    original(staged, *args)
 
 
-def advance_the_variance_twice(original: Any, zero: Any, gradients: list[Tensor], findings: Any) -> None:
-    original(gradients, findings)
+def advance_the_variance_twice(original: Any, zero: Any, staged: list[Staged], *args: Any) -> None:
+    original(staged, *args)
     zero.optimizer.row_variance(0).mul_(1.95)
 
 
-def turn_the_sign(original: Any, zero: Any, gradients: list[Tensor], findings: Any) -> None:
-    gradients[0].neg_()
-    original(gradients, findings)
+def turn_the_sign(original: Any, zero: Any, staged: list[Staged], *args: Any) -> None:
+    staged[0].flat.neg_()
+    original(staged, *args)
 
 
 def check_with_commit(config: dict[str, Any], fault: Any) -> list[UpdateRecord]:

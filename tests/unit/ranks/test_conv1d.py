@@ -1,4 +1,4 @@
-"""Weights that are stored in x out, as GPT-2's: sides by what they mean, not by where they lie."""
+"""Weights that are stored as (in, out), as GPT-2's: sides by what they mean, not by where they lie."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def refusal(config: dict[str, Any]) -> str:
 
 @pytest.mark.ranks
 def test_a_scale_that_does_not_ask_which_side_is_which_cannot_be_the_transposes() -> None:
-    assert "stored in x out" in run_ranks(1, refusal, ds_config({"adjust_lr_fn": "match_rms_adamw"}))[0]
+    assert "stored as (in, out)" in run_ranks(1, refusal, ds_config({"adjust_lr_fn": "match_rms_adamw"}))[0]
 
 
 @pytest.mark.parametrize("normuon", [False, True])
@@ -151,7 +151,7 @@ def test_the_routing_says_what_is_stored_in_x_out() -> None:
     layers = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     assert turned == {f"transformer.h.0.{layer}.weight" for layer in layers}
     lines = {line.split()[0]: line for line in routing.table().splitlines()}
-    assert all(("stored in x out" in line) is (name in turned) for name, line in lines.items())
+    assert all(("stored as (in, out)" in line) is (name in turned) for name, line in lines.items())
 
 
 def test_a_class_of_that_name_of_somebody_elses_is_not_turned() -> None:

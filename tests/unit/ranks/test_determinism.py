@@ -29,10 +29,10 @@ def make(rank: int, world_size: int) -> tuple[nn.Module, list[Any]]:
 def turning_a_bit(original: Any) -> Any:
     """Of ``MuonZeroOptimizer.commit``: with a guard, a bit of the first update is another, which reaches the weight."""
 
-    def commit(zero: MuonZeroOptimizer, gradients: Any, findings: Any) -> None:
+    def commit(zero: MuonZeroOptimizer, staged: Any, *args: Any) -> None:
         if zero.optimizer.config.nan_guard != "off" and torch.distributed.get_rank() == 0:
-            gradients[0][:1].view(torch.int32).bitwise_xor_(1 << 22)
-        original(zero, gradients, findings)
+            staged[0].flat[:1].view(torch.int32).bitwise_xor_(1 << 22)
+        original(zero, staged, *args)
 
     return commit
 

@@ -190,10 +190,11 @@ def is_queued_behind(config: dict[str, Any]) -> bool:
     stage, commit = zero.stage, zero.commit
     behind: list[bool] = []
 
-    def long_stage(*args: Any) -> None:
-        stage(*args)
+    def long_stage(*args: Any) -> Any:
+        staged = stage(*args)
         torch.cuda._sleep(2_000_000_000)  # cycles: about a second
         done.record()
+        return staged
 
     def looked(*args: Any) -> None:
         behind.append(not done.query())

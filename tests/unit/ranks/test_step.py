@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from typing import Any
 from unittest import mock
 
@@ -11,6 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ds_muon import muon_group
+from ds_muon.guard import Verdict
+from ds_muon.offload import HostPart
+from ds_muon.passes import Moves
 from tests.unit.support.cases import first_of, full, in_turns, pairwise
 from tests.unit.support.models import PrescribedGradients, ds_config, full_weights, start, start_groups, train_step
 from tests.unit.support.ranks import run_ranks
@@ -371,6 +375,39 @@ def test_spikes_are_warned_of_on_rank_0_at_the_first_second_fourth_and_eighth() 
     first, second = run_ranks(2, warnings_of_spikes, ds_config({"grad_norm_skip_threshold": 1e-6}), 9)
     assert second == [] and [text.rsplit(" ", 1)[1] for text in first] == ["1)", "2)", "4)", "8)"]
     assert all("grad_norm_skip_threshold 1e-06" in text for text in first)
+
+
+def of_steps() -> list[Any]:
+    return [each for each in gc.get_objects() if type(each) in (HostPart, Moves, Verdict)]
+
+
+def left_behind(config: dict[str, Any], spoiled: bool) -> list[str]:
+    """The kinds of what a step has made for itself, if they outlive it, or reach AdamW by ``.grad``."""
+    engine = start_groups(SHAPES, config)
+    gradients = exact_gradients(SHAPES, 0, engine.device)
+    if spoiled:
+        gradients[0][0, 0] = torch.nan
+    flats, of_others = engine.optimizer.single_partition_of_fp32_groups, of_steps()
+    adamw, found = engine.optimizer.optimizer._adamw, []
+
+    def looked(*args: Any) -> None:
+        found.extend("gradient" for flat in flats if flat.grad is not None)
+        step(*args)
+
+    step = adamw.step
+    with mock.patch.object(adamw, "step", looked):
+        train_step(engine, gradients)
+    if engine.optimizer.ferry is not None:
+        found.clear()  # the place of gradients that come down
+    found += [type(each).__name__ for each in of_steps() if id(each) not in map(id, of_others)]
+    assert engine.skipped_steps == spoiled
+    engine.destroy()
+    return found
+
+
+@in_turns(spoiled=[False, True], offload=[None, {"offload_optimizer": {"device": "cpu"}}])
+def test_nothing_of_a_step_stays_on_the_engine(spoiled: bool, offload: dict[str, Any] | None) -> None:
+    assert run_ranks(2, left_behind, ds_config({"variant": "normuon"}, zero=offload), spoiled) == [[], []]
 
 
 def ranges_of_a_step() -> list[str]:

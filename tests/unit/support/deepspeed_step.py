@@ -42,7 +42,7 @@ STEP: dict[str, tuple[str, str]] = {
     "_muon_update_lacks_loss_scale": ("", _THEIR_MUON),
     "unscale_and_clip_grads": ("zero.MuonZeroOptimizer.commit", "take_gradients has unscaled"),
     # the update
-    "single_partition_of_fp32_groups": ("zero.MuonZeroOptimizer.commit", "its .grad is set, then cleared"),
+    "single_partition_of_fp32_groups": ("zero.MuonZeroOptimizer.commit", "their .grad stays as it is"),
     "_optimizer_step": ("zero.MuonZeroOptimizer.commit", "of all groups at once"),
     "optimizer": ("", "no group needs to be hidden from the optimizer"),
     "zenflow_cpu_optimizer_step": ("", "ZenFlow is refused"),

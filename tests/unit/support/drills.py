@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_muon.normuon import RowMoments
 from tests.unit.support.models import full_momentum, full_weights, start_groups, train_step
 from tests.unit.support.steps import SHAPES, exact_gradients
 
@@ -33,9 +34,9 @@ PLACES: dict[str, tuple[str, int, Where]] = {
     "what comes back": ("stage", 1, lambda zero: (zero.muon_groups[0], "_scale_travellers")),
 }
 COMMIT: dict[str, tuple[str, int, Where]] = {
-    "the norm": ("commit", 1, lambda zero: (zero, "_on_device")),
+    "the clip": ("commit", 1, lambda zero: (zero, "_adamw_clip")),
     "AdamW": ("commit", 1, lambda zero: (zero.optimizer._adamw, "step")),
-    "the variances": ("commit", 1, lambda zero: (zero.muon_groups[1], "commit")),
+    "the variances": ("commit", 2, lambda zero: (RowMoments, "commit")),
     "the model's weights": ("commit", 1, lambda zero: (zero, "round_weights")),
     "the model's views": ("commit", 1, lambda zero: (zero, "_bind_model")),
 }
