@@ -1,4 +1,4 @@
-"""What Muon's part of a step costs at numbers of ranks that are not at hand: ``ds-muon plan``. Computed from shapes.
+"""What Muon's part of a step costs on any number of ranks, computed from the shapes of the matrices alone.
 
 ZeRO lays the matrices of a model in one flat buffer, in the model's order, and cuts it into a partition for each rank.
 A matrix that a boundary cuts has several holders, each with a slice of it. One rank, its owner, orthogonalizes it.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -64,4 +63,5 @@ def test_what_a_command_cannot_take_is_one_sentence_that_names_it(
     out, error = capsys.readouterr()
     (line,) = error.splitlines()
     assert not out and line.startswith(f"ds-muon {arguments[0]}: ")
-    assert all(line.count(word) == 1 for word in arguments[1:] if ":" in word), json.dumps(line)
+    wrong = [word for word in arguments[1:] if re.match(r"missing|empty|json:|--fix", word)]
+    assert all(word in line for word in wrong) and line.count("json:") < 2
