@@ -1,13 +1,14 @@
 """Muon for DeepSpeed ZeRO-1/2: ``import ds_muon``, then ``"optimizer": {"type": "DSMuon"}`` in the DeepSpeed config.
 
-The import registers the type, and ``deepspeed.initialize`` makes the optimizer. What else there is to call:
+The import makes the type known (``register``), and ``deepspeed.initialize`` the optimizer. What else there is to call:
 
     route(model)               which parameters Muon takes, and why: a ``Routing``; ``print(route(model).table())``
     DSMuonConfig.parse(dict)   ``optimizer.params``, validated: an object with an attribute for each key
     muon_update(grad, buffer)  one update of one matrix, without an engine, in plain torch
     reference_newton_schulz    the same orthogonalization in fp64, one matrix at a time
     NewtonSchulz.resolve       settings of the iteration on a device; ``COEFFICIENTS`` are its tables by name
-    make_plan, flat_layout     who holds, who owns and what travels at a number of ranks: a ``Plan``, at ``Rates``
+    flat_layout                where ZeRO puts the parameters of a group, and where it cuts: a ``FlatLayout``
+    make_plan                  who holds, who owns and what travels at a number of ranks: a ``Plan``, by ``Rates``
 
 ``engine.optimizer`` is ZeRO's optimizer, ``engine.optimizer.optimizer`` the ``DSMuon`` in it, with ``routing``. Errors:
 ``DSMuonConfigError`` (a key), ``RoutingError`` (a parameter or a pattern), ``DSMuonRefusal`` (what cannot be trained

@@ -69,7 +69,7 @@ class Staged:
     met: int = 0
 
     def updates(self) -> Sequence[Stretch]:
-        """The whole partition, in order."""
+        """The updates of the whole partition, in order."""
         return [Stretch(0, self.flat)] if self.host is None else self.host.stretches()
 
     def sizes(self) -> Tensor:

@@ -1,6 +1,6 @@
 """NorMuon's second moments: one number per row of every matrix, the same on every rank.
 
-Rows are outputs. A matrix that is stored in x out has them as columns.
+Rows are outputs. A matrix that is stored as (in, out) has them as columns.
 """
 
 from __future__ import annotations

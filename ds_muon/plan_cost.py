@@ -1,4 +1,4 @@
-"""What Muon's part of a step costs at numbers of ranks that are not at hand: ``ds-muon plan``. Computed from shapes.
+"""What Muon's part of a step costs on any number of ranks, computed from the shapes of the matrices alone.
 
 ZeRO lays the matrices of a model in one flat buffer, in the model's order, and cuts it into a partition for each rank.
 A matrix that a boundary cuts has several holders, each with a slice of it. One rank, its owner, orthogonalizes it.
@@ -119,8 +119,8 @@ class LinkCost:
         busiest_between_nodes: the same of what leaves or enters its node.
         between_nodes_if_unknown: over all ranks, if owners are chosen without a look at nodes.
         busiest_between_nodes_if_unknown: of the busiest rank, the same.
-        balance_if_unknown: work of the most loaded rank over the mean, the same.
-        seconds_if_unknown: of a step by the model, the same.
+        balance_if_unknown: work of the busiest rank over the mean, the same.
+        seconds_if_unknown: of a step, the same.
     """
 
     between_nodes: int
@@ -145,27 +145,26 @@ class Traveller:
 
 @dataclass(frozen=True)
 class StepCost:
-    """Newton-Schulz at one world size.
+    """Newton-Schulz at one world size, as the engine plans it; *kept*, *ideal* and *repeated*: see the module.
 
     Attributes:
         world_size: ranks.
         matrices: of the model.
         straddling: those that a boundary cuts.
-        moved: those that a rank owns which holds nothing of them; ours.
-        moved_bytes: over the network in a step, both ways, over all ranks; ours.
-        moved_bytes_by_holders: the same, if owners are holders.
-        busiest_bytes: sent or received by the rank that moves most, both ways; ours.
+        moved: those that a rank owns which holds nothing of them.
+        moved_bytes: over the network in a step, both ways, over all ranks.
+        moved_bytes_kept: the same, kept.
+        busiest_bytes: sent or received by the rank that moves most, both ways.
         links: what of it travels by which link; None if nodes are not known.
-        runs: matrices orthogonalized, over all ranks; ours.
-        runs_each_holder: the same, if each holder does it.
+        runs_repeated: matrices orthogonalized, over all ranks, repeated.
         flops: operations of the iteration, each matrix once.
-        loads: operations of each rank, in order of rank; ours.
-        busiest_flops_if_free: of the most loaded rank, if moving cost nothing.
-        busiest_flops_by_holders: of the most loaded rank, if owners are holders.
-        busiest_flops_each_holder: of the most loaded rank, if each holder does it.
+        loads: operations of each rank, in order of rank.
+        busiest_flops_ideal: of the busiest rank, ideal.
+        busiest_flops_kept: of the busiest rank, kept.
+        busiest_flops_repeated: of the busiest rank, repeated.
         rates: at which times are.
-        seconds: of a step by the model; ours.
-        seconds_by_holders: the same, if owners are holders.
+        seconds: of a step, estimated.
+        seconds_kept: the same, kept.
         backend: of Newton-Schulz, for the two numbers that follow.
         exchange_memory: the most bytes that a rank has allocated in a step for what travels; see ``step_memory``.
         step_memory: the same, with the batch that Newton-Schulz works on.
@@ -179,19 +178,18 @@ class StepCost:
     straddling: int
     moved: int
     moved_bytes: int
-    moved_bytes_by_holders: int
+    moved_bytes_kept: int
     busiest_bytes: int
     links: LinkCost | None
-    runs: int
-    runs_each_holder: int
+    runs_repeated: int
     flops: float
     loads: tuple[float, ...]
-    busiest_flops_if_free: float
-    busiest_flops_by_holders: float
-    busiest_flops_each_holder: float
+    busiest_flops_ideal: float
+    busiest_flops_kept: float
+    busiest_flops_repeated: float
     rates: Rates
     seconds: float
-    seconds_by_holders: float
+    seconds_kept: float
     backend: str
     exchange_memory: int
     step_memory: int
@@ -201,28 +199,28 @@ class StepCost:
 
     @property
     def busiest_flops(self) -> float:
-        """Operations of the most loaded rank; ours."""
+        """Operations of the busiest rank."""
         return max(self.loads)
 
     @property
     def balance(self) -> float:
-        """Work of the most loaded rank over the mean; ours."""
+        """Work of the busiest rank over the mean."""
         return self.busiest_flops * self.world_size / self.flops
 
     @property
-    def balance_if_free(self) -> float:
-        """Work of the most loaded rank over the mean, if moving cost nothing."""
-        return self.busiest_flops_if_free * self.world_size / self.flops
+    def balance_ideal(self) -> float:
+        """Work of the busiest rank over the mean, ideal."""
+        return self.busiest_flops_ideal * self.world_size / self.flops
 
     @property
-    def balance_by_holders(self) -> float:
-        """Work of the most loaded rank over the mean, if owners are holders."""
-        return self.busiest_flops_by_holders * self.world_size / self.flops
+    def balance_kept(self) -> float:
+        """Work of the busiest rank over the mean, kept."""
+        return self.busiest_flops_kept * self.world_size / self.flops
 
     @property
-    def over_ours(self) -> float:
-        """Work of the most loaded rank if each holder orthogonalizes, over ours."""
-        return self.busiest_flops_each_holder / self.busiest_flops
+    def repeated_over_planned(self) -> float:
+        """Work of the busiest rank, repeated, over that of the engine's plan."""
+        return self.busiest_flops_repeated / self.busiest_flops
 
 
 def step_cost(
@@ -251,13 +249,13 @@ def step_cost(
     chosen_by = replace(RATES, ranks_per_node=nodes)
     plan = make_plan([shapes], [layout], world_size, cost_of, rates=chosen_by, element_bytes=size, pieces=pieces)
     other_owners = partial(with_owners, plan.groups, world_size, cost_of, element_bytes=size)
-    if_free, by_holders = (other_owners(rates=other) for other in (FREE, replace(chosen_by, least_gain=1.0)))
+    ideal, kept = (other_owners(rates=other) for other in (FREE, replace(chosen_by, least_gain=1.0)))
     (group,) = plan.groups
     by_shape = Counter((matrix.rows, matrix.cols) for matrix in group.matrices)
-    each_holder = [0.0] * world_size
+    repeated = [0.0] * world_size
     for unit in group.units:
         for part in unit.slices:
-            each_holder[part.rank] += sum(cost_of(matrix.rows, matrix.cols) for matrix in unit.matrices)
+            repeated[part.rank] += sum(cost_of(matrix.rows, matrix.cols) for matrix in unit.matrices)
     exchange, with_batch = step_memory(group, settings, normuon=normuon)
     return StepCost(
         world_size=world_size,
@@ -265,24 +263,23 @@ def step_cost(
         straddling=len(group.straddlers),
         moved=sum(unit.given_away for unit in group.units),
         moved_bytes=plan.moved_elements() * size,
-        moved_bytes_by_holders=by_holders.moved_elements() * size,
+        moved_bytes_kept=kept.moved_elements() * size,
         busiest_bytes=max(plan.moved_by_rank()) * size,
         links=_link_cost(plan, other_owners(rates=RATES), rates, size) if nodes else None,
-        runs=len(group.matrices),
-        runs_each_holder=sum(len(unit.slices) * len(unit.matrices) for unit in group.units),
+        runs_repeated=sum(len(unit.slices) * len(unit.matrices) for unit in group.units),
         flops=sum(count * cost_of(*shape) for shape, count in by_shape.items()),
         loads=plan.loads,
-        busiest_flops_if_free=max(if_free.loads),
-        busiest_flops_by_holders=max(by_holders.loads),
-        busiest_flops_each_holder=max(each_holder),
+        busiest_flops_ideal=max(ideal.loads),
+        busiest_flops_kept=max(kept.loads),
+        busiest_flops_repeated=max(repeated),
         rates=rates,
         seconds=plan.seconds(rates, element_bytes=size),
-        seconds_by_holders=by_holders.seconds(rates, element_bytes=size),
+        seconds_kept=kept.seconds(rates, element_bytes=size),
         backend=settings.backend,
         exchange_memory=max(exchange),
         step_memory=max(with_batch),
         saved_memory=torch.float32.itemsize * group.partition_size,
-        offload=offload_cost(by_holders.groups[0], settings, normuon=normuon),
+        offload=offload_cost(kept.groups[0], settings, normuon=normuon),
         travellers=tuple(Traveller(u.name, u.rows, u.cols, u.holders, u.owner) for u in group.travellers),
     )
 
@@ -405,9 +402,9 @@ _OTHERS = _Block(
     "            the busiest rank, over that of DSMuon's",
     ("kept: ms", "kept: busiest/mean", "ideal: busiest/mean", "repeated: runs", "work"),
     lambda cost: (
-        f"{1e3 * cost.seconds_by_holders:.2f}",
-        *(f"{ratio:.2f}" for ratio in (cost.balance_by_holders, cost.balance_if_free)),
-        *(str(cost.runs_each_holder), f"{cost.over_ours:.2f}"),
+        f"{1e3 * cost.seconds_kept:.2f}",
+        *(f"{ratio:.2f}" for ratio in (cost.balance_kept, cost.balance_ideal)),
+        *(str(cost.runs_repeated), f"{cost.repeated_over_planned:.2f}"),
     ),
 )
 

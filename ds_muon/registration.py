@@ -1,7 +1,7 @@
 """Binds DSMuon to DeepSpeed's engine: the only module that changes anything of DeepSpeed's or torch's.
 
-The constructor of ``DeepSpeedEngine`` is wrapped, seventeen of its methods, and the constructors of the schedulers that
-take one number for all param groups. Each wrapper does its part for an engine whose optimizer type is DSMuon, or for a
+Methods of ``DeepSpeedEngine`` are wrapped, its constructor among them, and the constructors of the schedulers that take
+one number for all param groups. Each wrapper does its part for an engine whose optimizer type is DSMuon, or for a
 scheduler of DSMuon, and for any other does what DeepSpeed or torch does. The modules of the model get a hook for their
 ``state_dict``. After ``torch.distributed.init_process_group`` a rank leaves word in the group's store that it has
 imported this package.

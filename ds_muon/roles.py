@@ -196,7 +196,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is transformers' Conv1D, GPT-2's linear layer, which stores its weight in x out. Imports nothing."""
+    """Whether it is transformers' Conv1D, GPT-2's linear layer, whose weight is (in, out). Imports nothing."""
     ancestors = type(module).__mro__
     return any(a.__name__ == "Conv1D" and a.__module__.partition(".")[0] == "transformers" for a in ancestors)
 

@@ -197,7 +197,12 @@ def bad_updates(zero: MuonZeroOptimizer, staged: Sequence[Staged], findings: Fin
 
 def _values(staged: Staged, offset: int, numel: int) -> Tensor:
     """The updates of so many elements, but for finite factors: (numel,) fp32, a copy."""
-    found = [u[max(offset - at, 0) : max(offset + numel - at, 0)].float() for at, u, *_ in staged.updates()]
+    end = offset + numel
+    found = [
+        update[max(offset - start, 0) : end - start].float()
+        for start, update, *_ in staged.updates()
+        if start < end and offset < start + update.numel()
+    ]
     return torch.cat(found)
 
 

@@ -14,6 +14,7 @@ import argparse
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -138,7 +139,9 @@ def main() -> None:
         of_other = {tuple(row[:2]): row[4 if ON_GPUS else 5] for row in before["rows"]}
         for row in found:
             row.insert(4 if ON_GPUS else 5, of_other.get(tuple(row[:2])))
-        of_run = {"commit": commit.stdout.strip(), "recorded": commit.stdout.strip(), "rows": found}
+        backend, now = "NCCL" if ON_GPUS else "gloo", commit.stdout.strip()
+        device = re.sub(rf"(?<={backend} \()\w+", now, before["device"])
+        of_run = {"device": device, "commit": now, "recorded": now, "rows": found}
         path.write_text(json.dumps({**before, **of_run}, indent=2) + "\n")
 
 

@@ -48,7 +48,7 @@ def draw_bars(
 
 
 def draw_costs(path: Path, costs: Mapping[str, Sequence[StepCost]], tflops: float) -> None:
-    """Time of a step by the model against the number of ranks, one colour per model. Writes ``path``.
+    """Estimated time of a step against the number of ranks, one colour per model. Writes ``path``.
 
     Beside it, Newton-Schulz alone: if every holder of a piece does it, and at the mean of the ranks.
 
@@ -78,15 +78,13 @@ def _figure_of(costs: Mapping[str, Sequence[StepCost]], tflops: float) -> Figure
     per_ms = 1e9 * tflops
     for place, (model, of_model) in enumerate(costs.items()):
         ranks, colour = [cost.world_size for cost in of_model], _COLOURS[place * 3 % len(_COLOURS)]
-        ours = [1e3 * cost.seconds for cost in of_model]
-        each_holder = [cost.busiest_flops_each_holder / per_ms for cost in of_model]
+        ms = [1e3 * cost.seconds for cost in of_model]
+        repeated = [cost.busiest_flops_repeated / per_ms for cost in of_model]
         mean = [cost.flops / cost.world_size / per_ms for cost in of_model]
-        axes.plot(ranks, ours, "o-", color=colour, markersize=4)
-        axes.plot(ranks, each_holder, "--", color=colour, linewidth=1.2)
+        axes.plot(ranks, ms, "o-", color=colour, markersize=4)
+        axes.plot(ranks, repeated, "--", color=colour, linewidth=1.2)
         axes.plot(ranks, mean, ":", color=colour, linewidth=1.2)
-        axes.annotate(
-            model, (ranks[-1], ours[-1]), xytext=(8, 0), textcoords="offset points", va="center", color=colour
-        )
+        axes.annotate(model, (ranks[-1], ms[-1]), xytext=(8, 0), textcoords="offset points", va="center", color=colour)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.xaxis.set_major_formatter("{x:.0f}")

@@ -20,7 +20,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         parser.set_defaults(run=module.run)
         return parser
 
-    parser = subject("newton-schulz", newton_schulz, "beside other implementations that are installed")
+    parser = subject("newton-schulz", newton_schulz, "alone, beside other implementations that are installed")
     parser.add_argument(
         "--shapes", type=shape, nargs="+", metavar="BxRxC", help="batch x rows x cols, such as 24x1024x4096"
     )

@@ -1,4 +1,4 @@
-"""``ds-muon bench newton-schulz``: every backend of ours beside every peer that is installed, one batch at a time.
+"""Newton-Schulz by every backend of ours and every peer that is installed, one batch at a time.
 
 All of them orthogonalize the same fp32 matrices, each time right behind a large bf16 matmul, whose rate is the
 yardstick: a card that is hot or shared is so for all. Two times are taken. In a training step, what the host launches

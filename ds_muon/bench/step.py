@@ -1,4 +1,4 @@
-"""``ds-muon bench step``: whole iterations of one GPT with AdamW, DeepSpeed's own Muon, and DSMuon, on the same ranks.
+"""Whole iterations of one GPT with AdamW, DeepSpeed's own Muon, and DSMuon, on the same ranks.
 
 All engines live in one launch and take turns, one iteration each (forward, backward, step), in another order every
 round: a machine that is hot or shared is so for all. Same initial weights, same text (the Python standard library's

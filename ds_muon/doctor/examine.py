@@ -95,7 +95,7 @@ def _blanks(config: dict[str, Any]) -> list[str]:
     for place in filled.blanks:
         why = "is a blank that no trainer fills in; set a value, or leave the key out"
         if place[:-1] == ("optimizer", "params") and place[-1] in AUTO_IS_A_CHOICE:
-            why = "is a blank to Accelerate, on which Trainer runs, and it stops there; leave the key out for the same"
+            why = "ends Trainer, because Accelerate wants a value to fill in; leave the key out, which means the same"
         lines.append(f'{".".join(place)} = "auto": {why}')
     return lines
 

@@ -112,7 +112,7 @@ def test_a_parametrized_weight_keeps_its_owner():
 
 
 class Conv1D(nn.Module):
-    """As GPT-2 has it in transformers: a Linear stored in x out."""
+    """As GPT-2 has it in transformers: a Linear stored as (in, out)."""
 
     def __init__(self, rows: int, cols: int) -> None:
         super().__init__()

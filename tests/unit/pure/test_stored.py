@@ -27,7 +27,7 @@ CLASSES = {
     for name in re.findall(r"^class (\w*Experts?\w*)\(nn\.Module\)", file.read_text(encoding="utf-8"), re.MULTILINE)
     if name not in NO_STACKS
 }
-# These store a matrix in x out; all others out x in.
+# These store a matrix as (in, out); all others as (out, in).
 IN_OUT = {"AriaExperts", "GptOssExperts", "Llama4TextExperts", "OpenAIPrivacyFilterExperts"}
 EXPERTS, WIDTH, INNER = 4, 6, 10
 

@@ -141,7 +141,7 @@ def test_an_unknown_layout_is_refused() -> None:
     assert not buffer.any()
 
 
-def test_the_routing_says_what_is_stored_in_x_out() -> None:
+def test_the_routing_says_what_is_stored_as_in_out() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     with torch.device("meta"):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ds_muon.guard import FAILED, StepGuard, Verdict
 from tests.unit.support.bad_steps import model_matches
-from tests.unit.support.cases import full, in_turns
+from tests.unit.support.cases import in_turns
 from tests.unit.support.drills import COMMIT, MOMENTUM, PLACES, NoMemory, fail_at, gradients_of, killed, load_after
 from tests.unit.support.models import (
     PrescribedGradients,
@@ -33,7 +33,7 @@ from tests.unit.support.models import (
     start_groups,
     train_step,
 )
-from tests.unit.support.ranks import DEVICE, RankFailure, run_ranks
+from tests.unit.support.ranks import DEVICE, run_ranks, run_side_by_side
 from tests.unit.support.steps import SHAPES, exact_gradients, state_by_key
 
 pytestmark = pytest.mark.ranks
@@ -414,12 +414,15 @@ def test_weights_that_had_gone_up_before_a_commit_failed_go_up_again_after_a_loa
 # ---- a rank that is gone --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("moment", [full("take_gradients"), full("measure"), "stage", full("decide"), full("commit")])
-def test_a_rank_that_is_killed_ends_the_others_and_the_last_checkpoint_loads(moment: str, tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_ends_the_others_and_the_last_checkpoint_loads(tmp_path: Path) -> None:
     config = ds_config({"nan_guard": "skip"})
-    with pytest.raises(RankFailure) as failure:
-        run_ranks(2, killed, config, moment, str(tmp_path))
-    assert failure.value.errors[1] == "the process died"
-    if DEVICE == "cpu":  # over NCCL a rank waits until the launcher ends it
-        assert "hangs" not in failure.value.errors[0]
-    assert run_ranks(2, load_after, config, str(tmp_path)) == [True, True]
+    folders = [tmp_path / moment for moment in ("take_gradients", "measure", "stage", "decide", "commit")]
+    for folder in folders:
+        folder.mkdir()
+    failures = run_side_by_side(2, killed, [(config, folder.name, str(folder)) for folder in folders])
+    for folder, failure in zip(folders, failures, strict=True):
+        assert failure is not None and failure.errors[1] == "the process died", folder.name
+        assert (folder / "killed").exists()
+        if DEVICE == "cpu":  # over NCCL a rank waits until the launcher ends it
+            assert "hangs" not in failure.errors[0], folder.name
+    assert run_ranks(2, load_after, config, *map(str, folders)) == [True, True]

@@ -8,8 +8,8 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -22,7 +22,7 @@ from ds_muon import muon_update, passes
 from ds_muon.layout import Piece, Strip
 from ds_muon.passes import Held, Moves, Segments, torch_passes
 from tests.unit.support.cases import in_turns, pairwise, some
-from tests.unit.support.interpreter import GPU, defining_kernels
+from tests.unit.support.interpreter import GPU, defining_kernels, interpreting
 from tests.unit.support.models import ds_config
 from tests.unit.support.ranks import run_ranks
 from tests.unit.support.steps import SHAPES, assert_equal
@@ -43,9 +43,10 @@ needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
 
 
 @pytest.fixture(autouse=True)
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter wants its variable at the first launch too, and rounds bf16 as GPUs do only if taught to."""
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The interpreter rounds bf16 as GPUs do only if taught to."""
     if GPU:
+        yield
         return
     from triton.runtime import interpreter
 
@@ -58,8 +59,9 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         return original(data, source, target, rounding)
 
     original = interpreter._convert_float
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(interpreter, "_convert_float", convert)
+    with interpreting():
+        yield
 
 
 @pytest.fixture
@@ -515,7 +517,7 @@ def train(config: dict[str, Any], kernels: bool) -> tuple[dict[str, Tensor], int
     """Weights after three steps on this rank, and how many passes ran as kernels; without ``kernels``, none."""
     calls = mock.Mock(wraps=triton_passes)
     with (
-        mock.patch.dict(os.environ, {} if GPU else {"TRITON_INTERPRET": "1"}),
+        nullcontext() if GPU else interpreting(),
         mock.patch.object(passes, "_kernels", lambda _: calls if kernels else None),
         mock.patch.object(passes, "_FAILED", set()) as failed,
     ):

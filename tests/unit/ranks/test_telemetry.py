@@ -20,7 +20,7 @@ from ds_muon.telemetry import Telemetry, distance_from_orthogonal, largest_singu
 from tests.unit.support.models import PrescribedGradients, ds_config, start, train_step
 from tests.unit.support.ranks import DEVICE, run_ranks
 
-SHAPES = [(16, 48), (40, 24), (12, 12), (7,), (30,)]
+SHAPES = [(16, 48), (40, 24), (14, 10), (7,), (30,)]  # the last matrix lies on one rank, and its updates are scaled
 MUON, ADAMW = ["p0", "p1", "p2"], ["p3", "p4"]
 RATES = {"lr": 0.03, "adam_lr": 0.002}
 STEPS = 5

@@ -46,7 +46,8 @@ def pairwise(*, of_all: int | None = None, **axes: Sequence[Any]) -> pytest.Mark
 
 def _parametrize(axes: dict[str, Sequence[Any]], strength: int, of_all: int) -> pytest.MarkDecorator:
     few = covering([*axes.values()], strength)
-    more = [case for case in covering([*axes.values()], of_all) if case not in few]
+    every = few if of_all == strength else covering([*axes.values()], of_all)
+    more = [case for case in every if case not in few]
     cases: list[Any] = [case if len(axes) > 1 else case[0] for case in few]
     return pytest.mark.parametrize([*axes], cases + [full(*case) for case in more], ids=_name)
 
@@ -73,12 +74,11 @@ def covering(axes: Sequence[Sequence[Any]], strength: int) -> list[tuple[Any, ..
     missing, unseen, found = functools.reduce(operator.or_, exact), functools.reduce(operator.or_, wider), []
     uses: Counter[tuple[int, int]] = Counter()
 
-    def gain(index: int) -> tuple[int, int, int]:
-        new = (exact[index] & missing).bit_count(), (wider[index] & unseen).bit_count()
-        return *new, -sum(uses[value] for value in enumerate(cases[index]))
-
     while missing:
-        best = max(range(len(cases)), key=gain)
+        # What takes longest is counted last, of the few cases that are left.
+        left = _most(range(len(cases)), [(shown & missing).bit_count() for shown in exact])
+        left = _most(left, [(wider[index] & unseen).bit_count() for index in left])
+        best, *_ = _most(left, [-sum(map(uses.__getitem__, enumerate(cases[index]))) for index in left])
         found.append(tuple(axis[value] for axis, value in zip(axes, cases[best], strict=True)))
         missing &= ~exact[best]
         unseen &= ~wider[best]
@@ -86,13 +86,18 @@ def covering(axes: Sequence[Sequence[Any]], strength: int) -> list[tuple[Any, ..
     return found
 
 
+def _most(indices: Sequence[int], gains: Sequence[int]) -> list[int]:
+    """Those whose gain is largest."""
+    most = max(gains)
+    return [index for index, gain in zip(indices, gains, strict=True) if gain == most]
+
+
 def _shown(cases: list[tuple[int, ...]], strength: int) -> list[int]:
     """Which combinations of so many axes each case shows: a bit for each of them."""
-    numbers: dict[tuple[Any, ...], int] = {}
-    shown = []
-    for case in cases:
-        bits = 0
-        for chosen in itertools.combinations(enumerate(case), strength):
-            bits |= 1 << numbers.setdefault(chosen, len(numbers))
-        shown.append(bits)
+    shown, count = [0] * len(cases), 0
+    for axes in itertools.combinations(range(len(cases[0])), strength):
+        values = [*map(operator.itemgetter(*axes), cases)]
+        bits = {value: 1 << number for number, value in enumerate(dict.fromkeys(values), count)}
+        shown = [before | bits[value] for before, value in zip(shown, values, strict=True)]
+        count += len(bits)
     return shown

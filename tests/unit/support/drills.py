@@ -106,12 +106,15 @@ def killed(config: dict[str, Any], phase: str, folder: str) -> None:
         raise
 
 
-def load_after(config: dict[str, Any], folder: str) -> bool:
-    """Whether the checkpoint that ``killed`` has saved is that of its first step."""
+def load_after(config: dict[str, Any], *folders: str) -> bool:
+    """Whether the checkpoints that ``killed`` has saved are those of its first step."""
     engine = start_groups(SHAPES, config, groups=2)
     train_step(engine, gradients_of(engine, 0))
     weights, momentum = full_weights(engine), full_momentum(engine)
-    train_step(engine, gradients_of(engine, 5))
-    engine.load_checkpoint(folder)
-    same = [(full_weights(engine), weights), (full_momentum(engine), momentum)]
-    return all(torch.equal(one[name], other[name]) for one, other in same for name in other)
+    same: list[bool] = []
+    for folder in folders:
+        train_step(engine, gradients_of(engine, 5))
+        engine.load_checkpoint(folder)
+        pairs = [(full_weights(engine), weights), (full_momentum(engine), momentum)]
+        same += [torch.equal(one[name], other[name]) for one, other in pairs for name in other]
+    return all(same)

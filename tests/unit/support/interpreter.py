@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,6 +30,29 @@ def defining_kernels() -> Iterator[None]:
             # Read when kernels are defined.
             environment.setenv("TRITON_INTERPRET", "1")
         yield
+
+
+@contextmanager
+def interpreting() -> Iterator[None]:
+    """Around launches, where there is no GPU.
+
+    Triton gives its language the interpreter's meaning at each launch, and again at each call of a function in a
+    kernel, which takes half the time of a test. Here it has that meaning all the while.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    language = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})  # as what a kernel sees
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")  # which a first launch reads too
+        scope = interpreter._patch_lang(language)
+        # Triton 3.6 makes an integer of an array of one element, which numpy 2.4 no longer does.
+        scope.set_attr(tl.tensor, "__index__", lambda self: self.handle.data.item())
+        patch.setattr(interpreter, "_patch_lang", lambda kernel: interpreter._LangPatchScope())
+        try:
+            yield
+        finally:
+            scope.restore()
 
 
 def _may_interpret() -> bool:

@@ -16,7 +16,8 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -108,11 +109,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     Raises:
         RankFailure: a rank raised, died, or did not answer within ``timeout`` seconds.
     """
-    if DEVICE == "cuda":
-        import torch
-
-        if torch.cuda.device_count() < world_size:
-            pytest.skip(f"needs {world_size} GPUs")
+    _ask_for(world_size)
     if world_size not in _running:
         _running[world_size] = _Workers(world_size)
     try:
@@ -122,6 +119,34 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         if len(failure.errors) < world_size or any("hangs" in e or "died" in e for e in failure.errors.values()):
             _running.pop(world_size).stop()
         raise
+
+
+def run_side_by_side(world_size: int, function: Callable[..., Any], cases: Sequence[Any]) -> list[RankFailure | None]:
+    """Call ``function(*case)`` on ranks that end with it, for all cases at the same time: whether each has failed."""
+    _ask_for(world_size)
+    workers = [_Workers(world_size) for _ in cases]
+
+    def failure(of_case: _Workers, case: Any) -> RankFailure | None:
+        try:
+            of_case.run(function, case, 240.0)
+        except RankFailure as failed:
+            return failed
+        return None
+
+    try:
+        with ThreadPoolExecutor(len(cases)) as threads:
+            return list(threads.map(failure, workers, cases))
+    finally:
+        for of_case in workers:
+            of_case.stop()
+
+
+def _ask_for(world_size: int) -> None:
+    if DEVICE == "cuda":
+        import torch
+
+        if torch.cuda.device_count() < world_size:
+            pytest.skip(f"needs {world_size} GPUs")
 
 
 @atexit.register

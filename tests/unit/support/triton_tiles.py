@@ -6,13 +6,13 @@ On a GPU the shipped tiles run; elsewhere the interpreter runs small ones.
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.support.interpreter import GPU, defining_kernels
+from tests.unit.support.interpreter import GPU, defining_kernels, interpreting
 
 with defining_kernels():
     from ds_muon.orthogonalize import triton_backend
@@ -46,24 +46,18 @@ needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 
 
 @pytest.fixture(autouse=True)
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter wants its variable at the first launch too, and a tensor where a GPU takes an address."""
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The interpreter wants a tensor where a GPU takes an address."""
     if GPU:
+        yield
         return
-    from triton.runtime import interpreter
 
     def describe(x: Tensor, rows: int, cols: int) -> object:
         return triton_backend.TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, cols])
 
-    def patch_tensor(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        # Triton 3.6 makes an integer of an array of one element, which numpy 2.4 no longer does.
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    patch = interpreter._patch_lang_tensor
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(triton_backend, "describe", describe)
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor)
+    with interpreting():
+        yield
 
 
 def gaussian(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
