@@ -7,15 +7,13 @@ So every collective begins with a meeting, and a rank that fails before it goes 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
 
 from ds_muon.agree import raise_together
 from ds_muon.failure import place_of
-
-_UNMADE = "No engine is made. If memory cannot be locked, set offload_optimizer.pin_memory to false"
 
 
 class Making:
@@ -37,8 +35,11 @@ class Making:
         self._apart = dist.get_world_size() > 1
 
     @contextmanager
-    def of_engine(self) -> Iterator[None]:
+    def of_engine(self, advice: Callable[[], str]) -> Iterator[None]:
         """Around the making of an engine. A collective, once all ranks have met inside.
+
+        Args:
+            advice: what to change if it is memory that this rank lacks; asked for after an error.
 
         Raises:
             Exception: whatever has failed on this rank.
@@ -56,15 +57,15 @@ class Making:
                 traceback.clear_frames(caught.__traceback__)  # it may have been for want of memory
                 error = caught
             if self._apart:
-                raise_together(error, about=_about(error))
+                raise_together(error, about=_about(error, advice))
         finally:
             self._apart = outer
 
 
-def _about(error: Exception | None) -> str:
+def _about(error: Exception | None, advice: Callable[[], str]) -> str:
     if error is None or isinstance(error, ValueError):  # a refusal, say, whose message is all that it takes
         return ""
-    return f". In initialize, at {place_of(error)}. {_UNMADE}"
+    return f". In initialize, at {place_of(error)}. No engine is made{advice()}"
 
 
 making = Making()

@@ -116,7 +116,7 @@ def _optimizer_of(engine: Any) -> str:
 def _make(original: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:
     """Let every rank stop where one fails while the engine is made."""
     try:
-        with making.of_engine():
+        with making.of_engine(lambda: _advice(engine)):
             original(*args, **kwargs)
     except BaseException:
         made = vars(engine)
@@ -125,6 +125,13 @@ def _make(original: Callable[..., None], engine: Any, *args: Any, **kwargs: Any)
             for hook in [*filter(None, hooks), *getattr(made.get("optimizer"), "_grad_acc_hooks", ())]:
                 hook.remove()
         raise
+
+
+def _advice(engine: Any) -> str:
+    offload = engine._config.zero_config.offload_optimizer
+    if offload is None or not offload.pin_memory:
+        return ""
+    return ". If memory cannot be locked, set offload_optimizer.pin_memory to false"
 
 
 def _is_supported_optimizer(original: Callable[..., bool], engine: Any, optimizer_name: str) -> bool:
