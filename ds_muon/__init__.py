@@ -2,7 +2,7 @@
 
 The import makes the type known (``register``), and ``deepspeed.initialize`` the optimizer. What else there is to call:
 
-    route(model)               which parameters Muon takes, and why: a ``Routing``; ``print(route(model).table())``
+    route(model)               which parameters Muon takes, and why: a ``Routing``, with a ``table()``
     DSMuonConfig.parse(dict)   ``optimizer.params``, validated: an object with an attribute for each key
     muon_update(grad, buffer)  one update of one matrix, without an engine, in plain torch
     reference_newton_schulz    the same orthogonalization in fp64, one matrix at a time

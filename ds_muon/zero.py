@@ -213,7 +213,7 @@ class MuonZeroOptimizer(MuonZeroBase):
             self._capture.start_step(self.steps, verdict.may_move)
         staged, turns = [], []
         for i, (group, flags) in enumerate(zip(self.muon_groups, verdict.moves, strict=True)):
-            flat = gradients[i] if gradients else torch.empty(0, device=self.device)
+            flat = gradients[i] if gradients else torch.empty(0, dtype=torch.float32, device=self.device)
             staged.append(Staged(flat, flags, self.optimizer.row_variance(i)))
             of_group = self._stage_group(i, staged[i]) if gradients else iter(())
             turns.append(group.in_any_case(of_group, staged[i], self.failure))
