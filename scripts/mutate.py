@@ -81,7 +81,7 @@ FAULTS = (
     Fault("zero_base", "pad(partition_size)", "pad(0)", STEP),
     Fault("zero_base", "numel = min(param.numel() - start, partition_size - target)", "numel = param.numel() - start", STEP),
     Fault("failure", "raise_together(error, self._process_group, about=about)", "pass", FAILS),
-    Fault("making", "            raise_together(error, about=_about(error))\n", "            if error is not None:\n                raise error\n", FAILS),
+    Fault("making", "raise_together(error, about=_about(error, advice))", "if error is not None:\n                    raise error", FAILS),
     Fault("registration", "with making.together() if _uses_dsmuon(engine) else nullcontext():", "with nullcontext():", FAILS),
     Fault("guard", "byte.fill_(FAILED)", "pass", FAILS),
     Fault("zero", "Exception:\n            self._release_gradients()\n", "Exception:\n            pass\n", FAILS),
