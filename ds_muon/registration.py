@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
@@ -299,8 +300,20 @@ def _configure_lr_scheduler(original: Callable[..., None], engine: Any) -> None:
     with making.together():
         agree("learning rates at the start", rates, "pass the same lr_scheduler")
     if dist.get_rank() == 0:
-        for line in lines:
+        for line in [*lines, *_of_one_rank()]:
             log(line)
+
+
+def _of_one_rank() -> list[str]:
+    """What to say where Accelerate takes this rank for the only one, as it does on a CPU unless told."""
+    state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+    world_size = dist.get_world_size()
+    if getattr(state, "_shared_state", {}).get("num_processes", world_size) == world_size:
+        return []
+    return [
+        f"Accelerate does not know of all {world_size} ranks: Trainer, and what it prepares, gives each of them "
+        "the same data. On a CPU set use_cpu=True in TrainingArguments, or call accelerate.PartialState(cpu=True) first"
+    ]
 
 
 def _as_facts(engine: Any, groups: list[dict[str, Any]]) -> dict[str, Any]:

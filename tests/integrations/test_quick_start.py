@@ -67,9 +67,9 @@ def test_the_script_for_deepspeed_learns(tmp_path: Path) -> None:
 
 def test_the_script_for_trainer_learns(tmp_path: Path) -> None:
     copy_files(ROOT / "README.md", tmp_path)
-    ((_, steps),) = run_ranks(1, run_script, tmp_path, "train_hf.py")
+    (_, steps), _ = run_ranks(2, run_script, tmp_path, "train_hf.py")
     (state,) = (json.loads(path.read_text()) for path in (tmp_path / "out").glob("checkpoint-*/trainer_state.json"))
-    assert steps == state["max_steps"] == 20
+    assert steps == state["max_steps"] == 20 and state["epoch"] == 20 * 8 * 2 / 256, "each rank has its own data"
     assert falls([entry["loss"] for entry in state["log_history"] if "loss" in entry])
 
 

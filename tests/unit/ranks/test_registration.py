@@ -9,6 +9,7 @@ import io
 import logging
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -148,6 +149,18 @@ def shown(model: type[nn.Module], config: dict[str, Any]) -> tuple[list[str], li
         engine = start(model(), config)
     assert engine.optimizer.optimizer.routing.table().count("\n") >= 2
     return [line for line in printed.getvalue().splitlines() if line.startswith("[ds_muon]")], warnings
+
+
+def shown_beside_accelerate(ranks_that_it_knows: int) -> list[str]:
+    state = SimpleNamespace(PartialState=SimpleNamespace(_shared_state={"num_processes": ranks_that_it_knows}))
+    with mock.patch.dict(sys.modules, {"accelerate.state": state}):  # type: ignore[dict-item]
+        return shown(Block, ds_config())[1]
+
+
+@pytest.mark.ranks
+def test_ranks_that_accelerate_does_not_know_of_are_warned_about_because_all_get_the_same_data() -> None:
+    warned, known = ([*run_ranks(2, shown_beside_accelerate, known)[0]] for known in (1, 2))
+    assert [line for line in warned if line not in known] == [line for line in warned if "the same data" in line] != []
 
 
 @pytest.mark.ranks
